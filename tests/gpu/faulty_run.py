@@ -16,7 +16,11 @@ import subprocess
 import sys
 from typing import Any
 
-OOM = r"OutOfMemoryError.*(cuda:0|GPU 0)"
+RECIPE = (
+    "scripts/recipes/arithmetic.yaml --run.name softgpu_fault --checkpoint.resume none --run.steps 2 --eval.every 0 "
+    "--batch.prompts_per_step 4 --run.step_deadline_s 900 --run.first_step_deadline_s 900 --engine.start_timeout_s 900 "
+    "--sync.timeout_s 300"
+)
 LOST = r"AcceleratorError.* on cuda:0"
 # Name: ranks, arguments, and what the launcher's last lines have; empty: the run goes on to its end.
 RUNS: dict[str, tuple[int, str, str]] = {
@@ -77,38 +81,19 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
 
 def run(name: str, ranks: int, module: list[str], wanted: str, environment: dict[str, str] | None = None) -> bool:
     """Whether a run ended as it should."""
-    words = [
-        "scripts/recipes/arithmetic.yaml",
-        "--run.name",
-        "softgpu_fault",
-        "--checkpoint.resume",
-        "none",
-        "--run.steps",
-        "2",
-    ]
-    words += [
-        "--eval.every",
-        "0",
-        "--batch.prompts_per_step",
-        "4",
-        "--sync.way",
-        "pull" if name == "killed" else "staged",
-    ]
+    words = f"{RECIPE} --sync.way {'pull' if name == 'killed' else 'staged'}".split()
     command = [sys.executable, "-m", "trainer.launcher", "--nproc-per-node", str(ranks), "-m", *module, "train", *words]
     done = subprocess.run(
         command, env=os.environ | (environment or {}), capture_output=True, text=True, timeout=900, check=False
     )
     last = [line for line in done.stderr.splitlines() if line.startswith("[hotbunk]   ")]
     left = subprocess.run(["pgrep", "-f", "softgpu_fault"], capture_output=True, text=True, check=False).stdout.split()
-    fine = not left and (
-        done.returncode == 0 if not wanted else done.returncode != 0 and re.search(wanted, " ".join(last))
-    )
-    print(
-        f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {' '.join(last)[:500]} {left or ''}", flush=True
-    )
+    ended = done.returncode != 0 and re.search(wanted, " ".join(last)) if wanted else done.returncode == 0
+    fine, said = bool(ended and not left), " ".join(last)[:500]
+    print(f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {said} {left or ''}", flush=True)
     if not fine:
         print(done.stderr[-3000:], flush=True)
-    return bool(fine)
+    return fine
 
 
 def starts(count: int = 30) -> bool:

@@ -13,7 +13,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,19 +125,26 @@ class Shifts:
         """What a shift without this wait is seen by, and at which seed; empty: by none."""
         leave_out = partial(globals().__setitem__, "left_out") if here else self.leave_out_in_worker
         leave_out(site)
-        for number in range(TRIES):
-            if difference := self.differs(number, number + 1):
-                return f"seed {number + 1}: {difference}"
-        leave_out("")
-        return ""
+        numbered = ((number, self.differs(number, number + 1)) for number in range(TRIES))
+        seen = next((f"seed {number + 1}: {difference}" for number, difference in numbered if difference), "")
+        with suppress(Exception):  # the engine has ended
+            leave_out("")
+        return seen
 
     def leave_out_in_worker(self, site: str) -> None:
         self.in_worker(f"globals().__setitem__('left_out', {site!r})")
 
+    def mended(self) -> bool:
+        """Whether policy and engine are as before once the engine sleeps again."""
+        with suppress(Exception):
+            self.trial.manager.sleep()
+            self.delay(0)
+            return all(self.outcome(number)[:3] == self.expected[number][:3] for number in range(2))
+        return False
+
 
 def main(seeds: int, ways: list[str]) -> int:
     """Returns the exit code."""
-    global left_out
     watch_waits()
     init_process_group(300, "cuda")
     failures, seen = [], 0
@@ -157,8 +164,7 @@ def main(seeds: int, ways: list[str]) -> int:
                 f"{way}, {'trainer' if here else 'worker'}: without {site} ({name}): {outcome or 'not seen'}",
                 flush=True,
             )
-            if outcome:  # policy and engine may be out of step
-                left_out = ""
+            if outcome and not shifts.mended():
                 shifts.resources.close()
                 shifts = Shifts(way)
         shifts.resources.close()
