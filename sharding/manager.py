@@ -17,8 +17,8 @@ import torch
 
 from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.lifecycle import Memory
-from sharding.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
+from sharding.send.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
 from sharding.send.pull import Pull
 from sharding.send.push import (
     AdapterFormat,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from generation.engine.engine import Engine, Leader
 from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
-from sharding.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
 from sharding.ranks import EVERYBODY, exchange, is_main, rank
+from sharding.send.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
 from sharding.send.push import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.wire.channel import SyncError
