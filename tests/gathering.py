@@ -49,8 +49,10 @@ def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
 def assert_ranks_hold(source: ShardedSource, weights: dict[str, Tensor]) -> None:
     """The digests of all ranks' own parts add up to those of these weights, and of no others. Collective."""
     check = DigestCheck(source, source.parameters(), "full", version=1)
-    check.expect({name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()})  # type: ignore[list-item]
+    views = {name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()}
+    check.expect([{"plain": True, "views": views}])
     digests = {name: digest_of([weight], None) for name, weight in weights.items()}
-    assert check.different(digests) == [] and check.undigested == []
+    assert check.different([{"digests": digests}]) == [[]] and check.undigested == []
     last = next(reversed(weights))
-    assert check.different(digests | {last: digest_of([weights[last].neg()], None)}) == [last]
+    wrong = digests | {last: digest_of([weights[last].neg()], None)}
+    assert check.different([{"digests": wrong}]) == [[last]]

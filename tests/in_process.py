@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
 from sharding.manager import ShardingManager
-from sharding.send.push import SyncSettings
+from sharding.send.push import SyncReport, SyncSettings
 from sharding.send.source import ShardedSource
 from sharding.send.ways import Way
 from sharding.worker import extension
@@ -133,7 +133,8 @@ class InProcess:
         self.manager.connect()
 
     def sync(self, version: int) -> None:
-        self.manager._sync(version)
+        self.manager.report = SyncReport(version)
+        self.manager._sync()
 
     def die(self, model: SmallModel) -> None:
         """Have another worker, as an engine that was started again has; `manager.restart` follows."""

@@ -3,7 +3,7 @@
 Two ways were weighed. Each replica could be a rank of the run, which could then neither lose nor gain one. Or, as here,
 one rank holds them all behind the methods of a single `Engine`: rollouts, slices, tools and servers know nothing of it.
 A request goes to the replica that has the fewest; where that one dies, it is asked of another, with the same seed. One
-that has died is started anew, and one that has started gets weights with the next update (`sharding.apart.replicas`),
+that has died is started anew, and one that has started gets weights with the next update (`sharding.apart.orders`),
 and requests from then on. Ray carries calls and answers; it is imported when the first replica is made, not before.
 """
 

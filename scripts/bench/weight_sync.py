@@ -198,7 +198,7 @@ class Bench:
             if chosen is None:
                 between()
                 continue
-            manager._settings = dataclasses.replace(settings, verify=chosen)
+            manager._update.settings = dataclasses.replace(settings, verify=chosen)
             self.policy.updates.applied += 1
             manager.sleep()
             went_to_sleep = manager.report.seconds["sleep"]

@@ -1,10 +1,8 @@
 """Weights by broadcast: every trainer rank gathers, and rank 0 sends to all workers of all engines, by NCCL or gloo.
 
-For engines on other devices than the trainer's. `Broadcast` is the way of a recipe's own engines; a `CollectiveSender`
-serves engines that somebody else has started, and speaks to their workers over the group's store.
+For engines on other devices than the trainer's, which join a group. Rank 0 speaks to their workers over its store.
 """
 
-import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,26 +14,15 @@ import msgspec
 import torch
 from torch.distributed import Work
 
-from sharding.ranks import agree, agreed, exchange, rank
-from sharding.send.push import (
-    AdapterFormat,
-    Link,
-    NullPeer,
-    SyncReport,
-    SyncSettings,
-    announce,
-    different_weights,
-    futures,
-    parameters_to_verify,
-    push,
-    raise_if_failed,
-)
+from sharding.ranks import agreed, exchange, rank
+from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, Workers, futures, raise_if_failed
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Call
-from sharding.wire.channel import Look, SyncError
+from sharding.update import Update
+from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
-from sharding.wire.manifest import Manifest, first_names, manifest_of
-from sharding.wire.staging import BUFFERS, STAMP_BYTES, local_buffers, with_stamp
+from sharding.wire.manifest import Manifest, manifest_of
+from sharding.wire.staging import STAMP_BYTES, local_buffers, with_stamp
 
 TRAIN_WORLD_SIZE = 1
 """Members of the group on the trainer's side: its rank 0."""
@@ -58,7 +45,7 @@ class Broadcast:
     `lost`: why there is no group.
     """
 
-    reader, cuts, in_place, shares = "broadcast", True, False, False
+    reader, cuts, shares, survives = "broadcast", True, False, True
 
     def __init__(
         self, device: torch.device, workers: int, timeout: float, ip: str = "127.0.0.1", port: int = 0
@@ -133,7 +120,7 @@ class Broadcast:
             for joined in calls:
                 joined.result(self._timeout)
 
-    def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
+    def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Make the buffers for a plan's buckets. Raises SyncError where there is no group."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() == 0 and self._group is None:
@@ -165,12 +152,14 @@ class Broadcast:
         self._group.broadcast(tensor.detach().to(self._device).contiguous(), "broadcast of a weight")
 
     def finish(self, release: bool) -> None:
-        if release:
-            self.buffers = []
+        """See `Way`. Raises GroupError: a broadcast does not end, in an update that broke off."""
+        for buffer in [*self._works]:
+            self.wait(buffer)
+        self.buffers = []
 
     def abort(self, reason: str) -> None:
         """See `Way`. The group ends, since its members may be in different broadcasts; its store says why."""
-        self.lost, self.buffers = reason, []
+        self.lost, self.buffers = self.lost if self._group is None else reason, []
         self._works.clear()
         if self.store is not None:
             with suppress(GroupError):
@@ -202,67 +191,10 @@ def stateless_init_process_group(
     return group
 
 
-class Workers:
-    """All workers of all engines as one `Peer` of rank 0; a failure of one is a failure of all, under its name."""
-
-    def __init__(self, channels: list[StoreChannel], session: int, timeout: float, still_alive: Look) -> None:
-        self._names = [f"weights rank {number}" for number in range(TRAIN_WORLD_SIZE, TRAIN_WORLD_SIZE + len(channels))]
-        named = zip(channels, self._names, strict=True)
-        self._links = [Link(channel, session, timeout, still_alive, name) for channel, name in named]
-        self._channels, self._session, self._timeout = channels, session, timeout
-        self._way_error: Exception | None = None
-
-    @property
-    def error(self) -> Exception | None:
-        """See `Peer`; set where the way has failed."""
-        return self._way_error or next((link.error for link in self._links if link.error), None)
-
-    @error.setter
-    def error(self, error: Exception | None) -> None:
-        self._way_error = error
-
-    @property
-    def messages(self) -> int:
-        """Sent so far, to all workers."""
-        return sum(link.messages for link in self._links)
-
-    def post(self, kind: str, **fields: Any) -> None:
-        if self.error is None:
-            for link in self._links:
-                link.post(kind, **fields)
-
-    def collect(self) -> dict[str, Any]:
-        """See `Peer`. Weights that workers found different are named with them."""
-        if self.error is not None:
-            return {}
-        answers = [link.collect() for link in self._links]
-        named = zip(self._names, answers, strict=True)
-        different = [f"{name} (on {who})" for who, answer in named for name in answer.get("different", [])]
-        return {"plain": any(answer.get("plain", False) for answer in answers), "different": different}
-
-    def abort(self, reason: str, way: Broadcast) -> bool:
-        """Let all workers leave the update; whether they did, and the group can be used again.
-        It cannot when a worker was lost. One that failed and said so still takes part in what was announced.
-        """
-        if self._way_error or any(link.error and not link.ended for link in self._links):
-            return False
-        try:
-            for channel in self._channels:
-                channel.send("abort", session=self._session, reason=reason)
-            for buffer in range(BUFFERS):
-                way.wait(buffer)
-            for channel, name in zip(self._channels, self._names, strict=True):
-                while not channel.receive(self._timeout, f"last message from {name}").get("left"):
-                    pass  # answers to messages before the abort
-        except (SyncError, TimeoutError):
-            return False
-        return True
-
-
 class CollectiveSender:
     """The trainer's end for engines that join by themselves. All ranks, or a single plain process, call it alike.
-    Weights are verified by passing through the workers' loaders a second time, except those of an iterator
-    (`StreamSource`), which are gone by then.
+    Weights are verified as the sharding manager's are, except those of an iterator (`StreamSource`), which are gone by
+    then.
     `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.
     `session`: the number of the latest update.
     """
@@ -281,15 +213,14 @@ class CollectiveSender:
         """Listen on `host` for `workers` workers, all engines together; loopback by default. `adapter`: weights are the
         factors of one. `session`: that of a sender before, some of whose workers join this one.
         """
-        self._settings, self._adapter = settings, adapter
-        self.use(source)
-        self.session, self._stamps = session, itertools.count(1)
+        self.session, self._timeout = session, settings.timeout
         self._way = Broadcast(device, workers, settings.timeout, host, port)
         self._way.listen()
+        self._update = Update(source, self._way, settings, adapter)
         self.ip, self.port = self._way.ip, self._way.port
         self.world_size, self.train_world_size = self._way.world_size, TRAIN_WORLD_SIZE
-        numbers = range(TRAIN_WORLD_SIZE, self.world_size) if self._way.store else ()
-        self._channels = [StoreChannel(self._way.store, f"to/{n}", f"from/{n}") for n in numbers]  # type: ignore[arg-type]
+        store, numbers = self._way.store, range(TRAIN_WORLD_SIZE, self.world_size)
+        self._channels = {} if store is None else {n: StoreChannel(store, f"to/{n}", f"from/{n}") for n in numbers}
 
     def __enter__(self) -> Self:
         return self
@@ -299,12 +230,11 @@ class CollectiveSender:
 
     def use(self, source: WeightSource) -> None:
         """Take weights from this source from the next update on; on all ranks."""
-        self._source, self._parameters = source, source.parameters()
-        self._plan = BucketPlan(self._parameters, self._settings.bucket_bytes)
+        self._update.use(source)
 
     def refit_info(self) -> Manifest:
         """The weights of every update: checkpoint name -> [shape, dtype]; for the engines' `prepare_refit_info`."""
-        return manifest_of(self._parameters)
+        return manifest_of(self._update.parameters)
 
     def connect(self, calls: Sequence[Any] = ()) -> None:
         """Wait for all workers to join. `calls`: futures, or Ray's ObjectRefs; otherwise as `Broadcast.meet`."""
@@ -317,58 +247,15 @@ class CollectiveSender:
         Raises RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong, the next `send`
         repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
         """
-        report, start = SyncReport(version), time.perf_counter()
-        running = futures(calls)
+        report, start, running = SyncReport(version), time.perf_counter(), futures(calls)
         self.session += 1
-        with agreed("starting the update"):
-            self._way.begin(version, self._plan)
-        peer: Workers | NullPeer = NullPeer()
-        if rank() == 0:
-            peer = Workers(self._channels, self.session, self._settings.timeout, lambda: raise_if_failed(running))
-        try:
-            self._update(peer, report)
-        except BaseException as error:
-            reason = str(peer.error or error)
-            if isinstance(peer, Workers) and peer.abort(reason, self._way):
-                self._way.finish(release=True)
-            else:
-                self._way.abort(reason)
-            raise
-        with agreed("the engines' end of the update"):
-            for call in running:
-                call.result(self._settings.timeout)
-        self._way.finish(release=True)
+        arguments = self.session, self._timeout, lambda: raise_if_failed(running)
+        links = [Link(channel, *arguments, f"weights rank {number}") for number, channel in self._channels.items()]
+        self._update.run(report, Workers(*links), self.session, running)
         report.seconds["sync"] = time.perf_counter() - start
         return report
-
-    def _update(self, peer: Workers | NullPeer, report: SyncReport) -> None:
-        # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
-        adapter = None if self._adapter is None else {"number": self.session, "config": self._adapter.config}
-        answer = announce(peer, self._parameters, report.version, self._settings.replay, adapter)
-        push(self._source, self._plan, self._way, peer, "bucket", self._stamps)
-        peer.post("finish")
-        peer.collect()
-        agree(peer.error, "sending weights")
-        report.nbytes, report.staging_bytes = self._plan.nbytes, BUFFERS * self._plan.capacity
-        repeatable = getattr(self._source, "repeatable", True)
-        if self._settings.verify != "off" and repeatable and any(exchange(bool(answer.get("plain")))):
-            self._verify(peer, report)
-        peer.post("end")
-        peer.collect()
-        agree(peer.error, "ending the update")
-        report.messages = peer.messages
-
-    def _verify(self, peer: Workers | NullPeer, report: SyncReport) -> None:
-        """Send weights again, for the workers to compare with what they hold; where they are kept as they are sent."""
-        parameters = parameters_to_verify(self._parameters, self._settings.verify, report.version)
-        plan = BucketPlan(parameters, self._plan.capacity)  # they may be packed otherwise than among all
-        different = different_weights(push(self._source, plan, self._way, peer, "compare", self._stamps))
-        wrong = SyncError(f"engines do not hold what was sent: {first_names(different)} differ") if different else None
-        agree(peer.error or wrong, "verifying weights")
-        report.nbytes += plan.nbytes
-        report.verified = self._settings.verify
 
     def close(self) -> None:
         """Leave the group and stop listening; safe to call twice."""
         self._way.abort("the sender was closed")
-        self._channels, self._way.store = [], None
+        self._channels, self._way.store = {}, None

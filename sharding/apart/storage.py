@@ -3,16 +3,16 @@
 import json
 import os
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sharding.ranks import agree, agreed, exchange, rank
-from sharding.send.push import NullPeer, push
+from sharding.ranks import exchange, rank
+from sharding.send.push import SyncReport, SyncSettings, Workers
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Call
+from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import manifest_of
 from sharding.wire.staging import local_buffers, with_stamp
@@ -28,7 +28,7 @@ class Storage:
     lies behind the update in the slot, and is cut off before that becomes the current one.
     """
 
-    reader, cuts, in_place, shares = "storage", False, False, False
+    reader, cuts, shares = "storage", False, False
 
     def __init__(self, folder: Path | str, device: torch.device, timeout: float) -> None:
         """Readers get `timeout` seconds to leave a slot. Workers on other machines must see the same folder."""
@@ -40,7 +40,7 @@ class Storage:
     def connect(self, call: Call | None) -> None:
         """See `Way`."""
 
-    def begin(self, version: int, plan: BucketPlan, read: bool = True) -> None:
+    def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """See `Way`. Raises TimeoutError: the slot that is to be written is still being read."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() != 0:
@@ -81,7 +81,7 @@ class Storage:
         return place
 
     def wait(self, buffer: int) -> None:
-        """See `Way`: written is written."""
+        """Nothing to wait for: writes are synchronous."""
 
     def finish(self, release: bool) -> None:
         """See `Way`. The update is the folder's current one from here on."""
@@ -121,25 +121,16 @@ class StorageWriter:
         timeout: float = 300.0,
     ) -> None:
         """Write to `folder` what `source` gathers on `device`; readers get `timeout` seconds to leave a slot."""
-        self._folder, self._source = Path(folder), source
-        self._plan = BucketPlan(source.parameters(), bucket_bytes)
-        self._way = Storage(folder, device, timeout)
+        self._folder = Path(folder)
+        settings = SyncSettings("off", bucket_bytes, timeout)
+        self._update = Update(source, Storage(folder, device, timeout), settings)
 
     def write(self, version: int) -> Path:
         """Write an update. It is the current one when this returns; when it raises, the one before still is.
         Collective over the trainer's ranks. Returns the folder, which `load_weights_from_storage` takes.
         Raises RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
         """
-        peer = NullPeer()
-        try:
-            with agreed("opening the weights folder"):
-                self._way.begin(version, self._plan)
-            push(self._source, self._plan, self._way, peer, "bucket", count(1))
-            agree(peer.error, "writing weights")
-            with agreed("completing the weights folder"):
-                self._way.finish(release=True)
-        finally:
-            self._way.abort("")
+        self._update.run(SyncReport(version), Workers())
         return self._folder
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
+from sharding.send.push import AdapterFormat
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter
 
@@ -40,8 +41,10 @@ class VersionedPolicy(Tenant, Protocol):
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
 
 
-def vocabulary_of(parameters: list[SourceParameter]) -> int:
-    """How many tokens the model of these weights knows."""
+def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | None) -> int:
+    """How many tokens the model knows that these weights are of, or the factors of its adapter."""
+    if adapter is not None:
+        return adapter.vocabulary
     embedding = next((p for p in parameters if "embed" in p.name), parameters[0])
     return embedding.pieces[0].shape[0]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sharding.ranks import agreed, exchange, machine, rank
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan, Call, Staged
+from sharding.send.ways import BucketPlan, Call, Staged, Transfer
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter, first_names
 from sharding.wire.staging import STAMP_BYTES, MemoryFile, bytes_of, cuda_handle, stamp, wait_for_writes
@@ -178,13 +178,19 @@ class Pull(Staged):
         else:
             super().abort("")
 
-    def allow(self, session: int) -> None:
-        """Let workers read during this update, once all ranks have called this.
-        Raises SyncError: a shard is not in the memory that workers map.
+    def transfer(self, update: Transfer) -> None:
+        """See `Way`. Weights that loaders need whole are staged, and all others read: by workers that have a record.
+        Raises RemoteError: a shard is not in the memory that workers map.
         """
-        if moved := self.export.moved():
-            raise SyncError(f"{first_names(moved)} left the memory that workers map: set sync.way to staged")
-        self.export.stamp(_mark(session, rank()))
+        with agreed("exporting the shards"):
+            if moved := self.export.moved():
+                raise SyncError(f"{first_names(moved)} left the memory that workers map: set sync.way to staged")
+            self.export.stamp(_mark(update.session, rank()))  # workers may read once all ranks have come here
+        whole = update.needed_whole()
+        staged = update.parameters if whole is None else self.others(update.parameters, whole)
+        update.push(staged, whole)
+        if whole is not None:
+            update.post("pull", **self.message(update.session, {parameter.name for parameter in staged}))
 
     def message(self, session: int, staged: Collection[str]) -> dict[str, Any]:
         """What this rank's worker has to know to read all parameters but those `staged`: the ranks' memory with the

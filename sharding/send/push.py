@@ -1,28 +1,30 @@
-"""The trainer's half of an update: announce it, gather bucket by bucket, and hand each to whoever reads it.
+"""What a rank sends in an update: messages to workers, weights bucket by bucket; and how the workers' are verified.
 
-Messages go to a `Peer`, a rank's own worker as a rule (`Link`); the bytes of buckets go the recipe's `Way`.
+Messages go to `Workers`, each at the end of a `Link`; the bytes of buckets go by the recipe's `Way`.
 
-The workers' weights are compared with the ranks' by digests: nothing is gathered or sent a second time. Every rank
-digests its own shards, straight from the policy's parameters, and the ranks' parts are added up. So nothing in between
-is trusted: not the cast, the gather, the staging buffer, nor what the worker recorded.
+Weights that workers have recorded are verified by digests, without a second send: every rank digests its own shards,
+straight from the policy's parameters, and the ranks' parts are added up. So nothing in between is trusted: not the
+cast, the gather, the staging buffer, nor the record. Weights that pass through vLLM's loaders are sent a second time,
+for the loaders to compare.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from sharding.ranks import allreduce_objects
-from sharding.send.source import ShardedSource, WeightSource
+from sharding.send.source import WeightSource
 from sharding.send.ways import Bucket, BucketPlan, Way
 from sharding.wire.channel import Conversation, Look, SyncError
 from sharding.wire.digests import add, cut, digest, packed, part_of, sum_up
-from sharding.wire.manifest import SourceParameter, View, manifest_of
+from sharding.wire.manifest import SourceParameter, View
 from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
 
 SAMPLED_SHARE = 16
@@ -62,6 +64,7 @@ class AdapterFormat:
 class SyncReport:
     """One sync.
     `verified`: what was compared: "", "sample", "full" or "probe".
+    `staging_opened`, `staging_closed`: how often this rank's worker has mapped staging memory so far, and let it go.
     `unreplayable`: weights that the workers of this leader's engine cannot replay, and why; None where they record
     nothing, or on a rank that leads none.
     `left_out`: weights that no worker of this engine has taken anything of, as it does at its start, on purpose.
@@ -72,6 +75,8 @@ class SyncReport:
     nbytes: int = 0
     messages: int = 0
     staging_bytes: int = 0
+    staging_opened: int = 0
+    staging_closed: int = 0
     verified: str = ""
     unreplayable: dict[str, str] | None = None
     left_out: list[str] = field(default_factory=list)
@@ -91,129 +96,143 @@ def raise_if_failed(calls: Sequence["Future[Any]"]) -> None:
             raise SyncError(f"an engine's call failed: {type(error).__name__}: {error}") from error
 
 
-class Peer(Protocol):
-    """The receiver of an update's messages: a worker (`Link`), many workers, or nobody.
-    Nothing here raises: errors are kept, and the ranks agree on them together.
-    `error`: the first failure; from then on nothing is sent.
-    """
-
-    error: Exception | None
-
-    @property
-    def messages(self) -> int:
-        """Sent so far."""
-
-    def post(self, kind: str, **fields: Any) -> None:
-        """Send without waiting for the answer."""
-
-    def collect(self) -> dict[str, Any]:
-        """The answer to the oldest unanswered message; {} after a failure."""
-
-
-class NullPeer:
-    """The peer of a rank that only gathers, for another rank to send."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.messages = 0
-
-    def post(self, kind: str, **fields: Any) -> None:
-        """See `Peer`."""
-
-    def collect(self) -> dict[str, Any]:
-        return {}
-
-
 class Link:
-    """A rank's conversation with one worker during one update. See `Peer`.
+    """A rank's conversation with one worker during one update. Its methods raise nothing: errors are kept.
 
     Messages are answered in order, so they can be sent ahead of their answers. After the first failure nothing more is
-    sent, and answers are {}: the rank continues with the others' collectives.
-    `ended`: the worker has left its receive loop.
+    sent, and answers are {}.
+
+    Attributes:
+        worker: the worker's device, or its rank in the weights group.
+        error: the first failure.
+        lost: the worker cannot be reached.
+        left: the worker has left its receive loop.
+        messages: number of messages sent so far.
+        unanswered: number of those whose answers are yet to be collected.
     """
 
     def __init__(self, channel: Conversation, session: int, timeout: float, still_alive: Look, worker: str) -> None:
         """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
+        self.worker = worker
         self.error: Exception | None = None
-        self.ended, self.messages = False, 0
+        self.lost = self.left = False
+        self.messages = self.unanswered = 0
         self._channel, self._session, self._timeout = channel, session, timeout
-        self._still_alive, self._worker = still_alive, worker
-        self._unanswered = 0
+        self._still_alive = still_alive
 
     def post(self, kind: str, **fields: Any) -> None:
+        """Send without waiting for the answer."""
         if self.error is not None:
             return
         try:
             self._channel.send(kind, session=self._session, **fields)
         except SyncError as error:
-            self.error = SyncError(f"the worker on {self._worker} cannot be reached: {error}")
+            self.error, self.lost = SyncError(f"the worker on {self.worker} cannot be reached: {error}"), True
             try:
                 self._still_alive()
             except Exception as cause:  # the engine's own end, where that is known
                 self.error = cause
-        self._unanswered += 1
+        self.unanswered += 1
         self.messages += 1
 
     def collect(self) -> dict[str, Any]:
-        if self.error is not None or not self._unanswered:
+        """The answer to the oldest unanswered message."""
+        if self.error is not None or not self.unanswered:
             return {}
-        waiting_for = f"answer from the worker on {self._worker}"
         try:
-            while True:
-                answer = self._channel.receive(self._timeout, waiting_for, self._still_alive)
-                if answer.get("session") == self._session:
-                    break
-            self._unanswered -= 1
-            if answer["kind"] == "failed":
-                self.ended = True
-                raise SyncError(f"the worker on {self._worker} failed: {answer['error']}")
-            return answer
+            answer = self._receive(self._timeout, self._still_alive)
         except Exception as error:
-            self.error = error
+            self.error, self.lost = error, True
             return {}
+        self.unanswered -= 1
+        if answer["kind"] == "failed":
+            self.error = SyncError(f"the worker on {self.worker} failed: {answer['error']}")
+            return {}
+        return answer
 
-    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Send and wait."""
-        self.post(kind, **fields)
+    def abort(self, reason: str = "") -> None:
+        """Tell the worker to leave its receive loop, if it is still in it."""
+        if not self.left:
+            with suppress(SyncError):
+                self._channel.send("abort", session=self._session, reason=reason)
+
+    def has_left(self, seconds: float) -> bool:
+        """After `abort`: True once the worker says that it has left, False where it does not within `seconds`."""
+        try:
+            while not (self.left or self.lost):
+                self._receive(seconds)  # what it has answered before it read of the end
+        except (SyncError, TimeoutError):
+            self.lost = True
+        return not self.lost
+
+    def _receive(self, timeout: float, still_alive: Look = lambda: None) -> dict[str, Any]:
+        """The next message of this update."""
+        while True:
+            answer = self._channel.receive(timeout, f"answer from the worker on {self.worker}", still_alive)
+            if answer.get("session") == self._session:
+                self.left = answer.get("left", False)
+                return answer
+
+
+class Workers:
+    """The workers that a rank speaks to in an update: its own, those of all engines, or none where rank 0 does that.
+
+    The failure of one is the failure of all, under its name. Nothing raises: the ranks agree on errors together.
+    """
+
+    def __init__(self, *links: Link) -> None:
+        self.links = links
+        self._way_error: Exception | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """The first failure, of a worker or of the way; from then on nothing is sent."""
+        return next((link.error for link in self.links if link.error), self._way_error)
+
+    def fail(self, error: Exception) -> None:
+        """Note that the way has failed."""
+        self._way_error = self._way_error or error
+
+    @property
+    def messages(self) -> int:
+        """Number of messages sent so far, to all workers."""
+        return sum(link.messages for link in self.links)
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send to every worker without waiting for the answers."""
+        if self.error is None:
+            for link in self.links:
+                link.post(kind, **fields)
+
+    def collect(self) -> list[dict[str, Any]]:
+        """Each worker's answer to the oldest unanswered message; [] after a failure."""
+        answers = [link.collect() for link in self.links] if self.error is None else []
+        return [] if self.error else answers
+
+    def collect_last(self) -> list[dict[str, Any]]:
+        """Each worker's answer to the latest message, once all before it are answered; [] after a failure."""
+        while self.error is None and any(link.unanswered > 1 for link in self.links):
+            self.collect()
         return self.collect()
 
-    def abort(self) -> None:
-        """Let the worker leave its receive loop, if it is still in it."""
-        if not self.ended:
-            with suppress(SyncError):
-                self._channel.send("abort", session=self._session)
-
-
-def announce(
-    peer: Peer,
-    parameters: list[SourceParameter],
-    version: int,
-    replay: bool = True,
-    adapter: dict[str, Any] | None = None,
-    verify: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Say what will come: full weights, or a LoRA `adapter` of this `number` and `config`.
-    `verify`: what will be compared by digests, see `DigestCheck.request`.
-    Returns `plain`: whether the receiver keeps weights as they are sent, so that they can be compared. `views`: what it
-    reads of the weights in `verify`. `whole`: which weights have to arrive whole; None: all. `records`: whether it
-    notes down in this update what it can replay in later ones. {} after a failure.
-    """
-    weights = manifest_of(parameters)
-    peer.post("begin", weights=weights, version=version, replay=replay, adapter=adapter, verify=verify)
-    return peer.collect()
+    def abort(self, reason: str, seconds: float) -> bool:
+        """Tell all workers to leave the update; True if all did within `seconds`, and the way has not failed."""
+        for link in self.links:
+            link.abort(reason)
+        return self._way_error is None and all(link.has_left(seconds) for link in self.links)
 
 
 def push(
-    source: WeightSource, plan: BucketPlan, way: Way, peer: Peer, kind: str, stamps: Iterator[int]
-) -> list[dict[str, Any]]:
-    """Gather each bucket into one buffer while the peer reads the other; returns the peer's answers.
-    Collective over the trainer's ranks: gathering continues when the peer, or the way, has failed.
+    source: WeightSource, plan: BucketPlan, way: Way, workers: Workers, kind: str, stamps: Iterator[int]
+) -> list[list[dict[str, Any]]]:
+    """Gather each bucket into one buffer while the workers read the other; returns their answers for each bucket.
+    Collective over the trainer's ranks: gathering continues when a worker, or the way, has failed.
     """
     answers = []
 
     def reuse(buffer: int) -> None:
-        answers.append(peer.collect())  # the peer is done with what this buffer held
-        _keep_error(peer, way.wait, buffer)
+        answers.append(workers.collect())  # they are done with what this buffer held
+        _note_failure(workers, way.wait, buffer)
 
     for number, bucket in enumerate(plan.buckets):
         at, mark = number % BUFFERS, next(stamps)
@@ -227,19 +246,19 @@ def push(
             "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
             "stretches": [(s.name, s.dtype, s.first, s.count, s.offset) for s in bucket.stretches()],
         }
-        where = _keep_error(peer, way.send, kind, fields, peer.error is not None)
-        peer.post(kind, **(fields | (where or {})))
+        where = _note_failure(workers, way.send, kind, fields, workers.error is not None)
+        workers.post(kind, **(fields | (where or {})))
     for number in range(max(len(plan.buckets) - BUFFERS, 0), len(plan.buckets)):
         reuse(number % BUFFERS)
     return answers
 
 
-def _keep_error(peer: Peer, action: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it; an error becomes the peer's, which has others to gather with and must not leave them alone."""
+def _note_failure(workers: Workers, action: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it; an error is noted, since this rank has others to gather with and must not leave them alone."""
     try:
         return action(*arguments)
     except Exception as error:
-        peer.error = peer.error or error
+        workers.fail(error)
 
 
 def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
@@ -253,11 +272,6 @@ def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int
     stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
 
 
-def different_weights(answers: list[dict[str, Any]]) -> list[str]:
-    """The weights that a comparison found different."""
-    return [name for answer in answers for name in answer.get("different", [])]
-
-
 def parameters_to_verify(parameters: list[SourceParameter], verify: Verify, version: int) -> list[SourceParameter]:
     """Nothing, a sample that `version` draws, alike on all ranks, or everything."""
     if verify == "sample":
@@ -266,64 +280,82 @@ def parameters_to_verify(parameters: list[SourceParameter], verify: Verify, vers
 
 
 class DigestCheck:
-    """The comparison, for one update, of this rank's worker with all ranks.
-    `request`: what a worker has to know at the beginning: the checkpoint names of the `weights` that were drawn, and
-    the `seed` of which part of each is looked at; without one it is everything.
-    `undigested`: parameters that were drawn but pass through the loaders of some worker, known after `expect`.
+    """The comparison, in one update, of the workers that this rank speaks to with all ranks.
+
+    Attributes:
+        request: what workers have to know at the beginning: the checkpoint names of the `weights` that were drawn, and
+            the `seed` of which part of each is looked at; without one it is everything.
+        comparable: some worker keeps weights as they are sent. Known after `expect`, as are
+        undigested: the parameters drawn of which such a worker has a weight from its loaders, or all, where the source
+            cannot say what a rank holds.
     """
 
-    def __init__(self, source: ShardedSource, parameters: list[SourceParameter], verify: Verify, version: int) -> None:
+    def __init__(self, source: Any, parameters: list[SourceParameter], verify: Verify, version: int) -> None:
+        """`source`: a `ShardedSource`, or a `WeightSource`."""
         self._source = source
         self._drawn = parameters_to_verify(parameters, verify, version)
-        self._sampling = verify == "sample"
+        self._seed = version if verify == "sample" else None
         draw = random.Random(version)
         self._places = {
             piece.name: (parameter, piece)
             for parameter in self._drawn
-            for piece in ([draw.choice(parameter.pieces)] if self._sampling else parameter.pieces)
+            for piece in ([draw.choice(parameter.pieces)] if verify == "sample" else parameter.pieces)
         }
-        self.request: dict[str, Any] = {"weights": list(self._places), "seed": version if self._sampling else None}
+        digested = list(self._places) if hasattr(source, "own_values") else []
+        self.request: dict[str, Any] = {"weights": digested, "seed": self._seed}
         self.undigested: list[SourceParameter] = []
-        self._expected: dict[str, bytes] = {}
+        self.comparable = False
+        self._expected: list[dict[str, bytes]] = []
 
-    def expect(self, views: dict[str, list[View]]) -> None:
-        """Learn what this rank's worker should hold. Collective.
-        `views`: of the weights drawn, what this worker copies into its parameters; none for a weight that its loaders
-        take care of.
+    def expect(self, terms: list[dict[str, Any]]) -> None:
+        """Learn what each worker should hold. Collective.
+        `terms`: by worker, whether it keeps weights as they are sent (`plain`), and its `views`: of the weights drawn,
+        what it copies into its parameters; none of a weight that its loaders take care of.
         """
         if not self._drawn:
             return
-        ways = {name: [views[name]] for name in self._places if name in views}
-        asked, lacking = allreduce_objects([ways, sorted(self._places.keys() - ways.keys())], _join_ways)
-        unknown = {self._places[name][0].name for name in lacking}
-        self.undigested = [parameter for parameter in self._drawn if parameter.name in unknown]
+        own = [self._needs(term["plain"], term["views"]) for term in terms]
+        asked, lacking, self.comparable = allreduce_objects(functools.reduce(_join, own, [{}, [], False]), _join)
+        names = {self._places[name][0].name for name in lacking}
+        self.undigested = [parameter for parameter in self._drawn if parameter.name in names]
         holders = {name: self._source.holders(self._places[name][0].name) for name in asked}
-        own = {name: {str(holders[name][0]): self._sums(name, readings)} for name, readings in asked.items()}
-        sums = own | allreduce_objects({name: part for name, part in own.items() if len(holders[name]) > 1}, _join_sums)
-        for name in ways:
-            of_each_way = sums[name][str(holders[name][0])]
-            self._expected[name] = digest(of_each_way[asked[name].index(views[name])])
+        parts = {name: {str(holders[name][0]): self._sums(name, ways)} for name, ways in asked.items()}
+        shared = {name: part for name, part in parts.items() if len(holders[name]) > 1}
+        sums = parts | allreduce_objects(shared, _join_sums)
+        digests = {name: [*map(digest, sums[name][str(holders[name][0])])] for name in asked}
+        self._expected = [
+            {name: digests[name][asked[name].index(views)] for name, views in term["views"].items()} for term in terms
+        ]
+
+    def _needs(self, plain: bool, views: dict[str, list[View]]) -> list[Any]:
+        """One worker's ways of reading weights, the weights that it can only compare, and whether it can."""
+        lacking = sorted(self._places.keys() - views.keys()) if plain else []
+        return [{name: [way] for name, way in views.items()}, lacking, plain]
 
     def _sums(self, name: str, ways: list[list[View]]) -> list[bytes]:
-        """Those of this rank's part of a weight, for each way in which workers read it."""
+        """The sums of this rank's part of a weight, for each way in which workers read it."""
         parameter, piece = self._places[name]
         dtype = getattr(torch, piece.dtype)
         first, values = self._source.own_values(parameter.name)
         first -= piece.offset // dtype.itemsize
-        cuts = [itertools.chain.from_iterable(cut(views, self.request["seed"])) for views in ways]
+        cuts = [itertools.chain.from_iterable(cut(views, self._seed)) for views in ways]
         return [packed(sum_up((part_of(view, values, first) for view in views), dtype)) for views in cuts]
 
-    def different(self, held: dict[str, bytes]) -> list[str]:
-        """The weights whose digests, as the worker holds them, are not those of what the ranks have."""
-        return [name for name, value in self._expected.items() if held.get(name) != value]
+    def different(self, answers: list[dict[str, Any]]) -> list[list[str]]:
+        """By worker, the weights whose digests, as it holds them, are not those of what the ranks have."""
+        held = [answer["digests"] for answer in answers]
+        pairs = zip(self._expected, held, strict=False)  # after a failure there are no answers
+        return [[name for name, value in expected.items() if own.get(name) != value] for expected, own in pairs]
 
 
-def _join_ways(lower: Any, higher: Any) -> Any:
-    """By weight the ways in which some worker reads it, each once; and the weights that some worker does not read."""
+def _join(lower: Any, higher: Any) -> Any:
+    """By weight the ways in which some worker reads it, each once; the weights that some worker can only compare; and
+    whether one can.
+    """
     ways: dict[str, list[Any]] = dict(lower[0])
     for name, more in higher[0].items():
         ways[name] = (known := ways.get(name, [])) + [way for way in more if way not in known]
-    return [ways, sorted({*lower[1], *higher[1]})]
+    return [ways, sorted({*lower[1], *higher[1]}), lower[2] or higher[2]]
 
 
 def _join_sums(lower: Any, higher: Any) -> Any:

@@ -1,8 +1,8 @@
 """How the bytes of weights get from the ranks to the workers: in which buckets, and by which way (`sync.way`).
 
 Parameters are cut into buckets in the same way on every rank, since only names and shapes decide.
-Engines on the trainer's devices read the trainer's staging buffers (`Staged`), or share its weights (`ZeroCopy`).
-`sharding.apart` has the ways that need no common memory: `Broadcast` and `Storage`.
+Engines on the trainer's devices read the trainer's staging buffers (`Staged`), share its weights (`ZeroCopy`), or read
+its shards (`sharding.send.pull`). `sharding.apart` has the ways that need no common memory: `Broadcast` and `Storage`.
 """
 
 import math
@@ -123,22 +123,50 @@ def _parts(
             yield parameter, start, parameter.shards * min(step, shard - start)
 
 
+class Transfer(Protocol):
+    """An update, as the way sees it that brings its weights (`sharding.update.Update`).
+
+    Attributes:
+        parameters: what has to be brought.
+        session: the number of the update.
+    """
+
+    parameters: list[SourceParameter]
+    session: int
+
+    def push_all(self) -> None:
+        """Bring every parameter through buckets. Collective."""
+
+    def push(self, parameters: list[SourceParameter], whole: Collection[str] | None) -> None:
+        """Bring these parameters through buckets, in parts where they are larger, except for weights in `whole`; None:
+        all weights travel whole. Collective.
+        """
+
+    def needed_whole(self) -> set[str] | None:
+        """The weights that the loaders of some worker need whole; None: all. Collective."""
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send this rank's workers a message, whose answer is waited for at the end of the update."""
+
+
 class Way(Protocol):
     """The trainer's half of a way; the worker's is a `sharding.worker.receiver.Buckets`.
 
     Every rank makes the same calls in the same order. An error of one rank is raised there, and the ranks agree on it
     afterwards; after any error comes `abort`, and the next update begins anew.
 
+    Two members are optional:
+    `transfer(update: Transfer)` brings the weights of an update; without it they go through buckets (`push_all`).
+    `survives`: an update that broke off ends with `finish`, not with `abort`, if all workers have left it in order.
+
     Attributes:
-        reader: the worker's half: "staged", "broadcast", "storage", or an import string.
+        reader: the worker's half: "staged", "storage", or an import string.
         cuts: a weight larger than a bucket may travel in parts.
-        in_place: the workers read the trainer's own memory, so that no bucket is sent.
         shares: the engine's weights are, or will be, the trainer's too: they stay where they are while it sleeps.
     """
 
     reader: str
     cuts: bool
-    in_place: bool
     shares: bool
 
     @property
@@ -173,7 +201,7 @@ class Way(Protocol):
 class Staged:
     """Buckets in memory that the rank and its worker, on the same device, have both mapped. See `Way`."""
 
-    reader, cuts, in_place, shares = "staged", True, False, False
+    reader, cuts, shares = "staged", True, False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -240,6 +268,14 @@ class ZeroCopy(Staged):
 
     def connect(self, call: Call | None) -> None:
         self._call = call
+
+    def transfer(self, update: Transfer) -> None:
+        """See `Way`. Once the memory is shared there is nothing to bring, but the worker has to know that it is new."""
+        if self.in_place:
+            wait_for_writes(self._device)  # the worker reads the memory at once
+            update.post("in_place")
+        else:
+            update.push_all()
 
     def finish(self, release: bool) -> None:
         """See `Way`. The engine holds the trainer's weights by now, so they can become one with them."""

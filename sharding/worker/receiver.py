@@ -300,4 +300,4 @@ class ChannelCarrier:
         self._buckets.close(told)
         self.shards.close()
         with suppress(SyncError):  # a trainer that has gone needs no answer
-            self._channel.send("failed", session=self._session, error=told)
+            self._channel.send("failed", session=self._session, error=told, left=True)

@@ -65,13 +65,14 @@ def test_logprobs_after_sleep_wake_and_sync_are_the_trainers(both: Colocated) ->
 
 def test_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
     asleep = []
-    opened, closed = both.manager.staging_opened, both.manager.staging_closed
+    before = both.manager.report
     for _ in range(20):
         with both.manager.generation_shift(both.policy):
             both.complete(PROMPT, SAMPLING)
         free, _total = torch.cuda.mem_get_info()
         asleep.append(free)
-    assert both.manager.staging_opened - opened == both.manager.staging_closed - closed == 20
+    after = both.manager.report
+    assert after.staging_opened - before.staging_opened == after.staging_closed - before.staging_closed == 20
     assert abs(asleep[-1] - asleep[2]) < 64 << 20
 
 

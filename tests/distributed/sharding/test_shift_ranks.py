@@ -27,10 +27,12 @@ from sharding.wire.channel import connect
 
 endpoint, secret = sys.argv[1:]
 channel = connect(endpoint, secret, "cpu:0", os.getpid())
+terms = {"plain": False, "views": {}, "whole": None, "records": False}
 while True:
     message = channel.receive(120, "message")
-    channel.send("done", session=message["session"])
-    if message["kind"] in ("end", "abort"):
+    over = message["kind"] in ("end", "abort")
+    channel.send("done", session=message["session"], left=over, **(terms if message["kind"] == "begin" else {}))
+    if over:
         print("ended", flush=True)
 """
 
@@ -69,6 +71,7 @@ def check_failures(folder: str) -> None:
     from generation.engine.thread import EngineThread
     from sharding.manager import ShardingManager, SyncSettings
     from sharding.ranks import RemoteError, rank
+    from sharding.send.push import SyncReport
     from sharding.send.source import FsdpWeightSource
     from trainer.distributed import init_process_group
 
@@ -85,7 +88,8 @@ def check_failures(folder: str) -> None:
 
     def fail(message: str, error: type[Exception] = RemoteError) -> None:
         with pytest.raises(error, match=message):
-            manager._sync(7)
+            manager.report = SyncReport(7)
+            manager._sync()
         assert engine.state.version is None
 
     def on_rank_one(action: Callable[[], None]) -> Any:
@@ -103,9 +107,10 @@ def check_failures(folder: str) -> None:
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, allowed[1]))
-    fail("allocating the staging memory failed on rank 1: SyncError: no [0-9]+ bytes of shared memory for staging")
+    fail("preparing the buffers failed on rank 1: SyncError: no [0-9]+ bytes of shared memory for staging")
     resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
-    manager._sync(1)
+    manager.report = SyncReport(1)
+    manager._sync()
     assert engine.state.version == 1
 
     with on_rank_one(lambda: engine.worker.kill()):  # type: ignore[union-attr]

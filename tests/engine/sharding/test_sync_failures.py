@@ -15,8 +15,7 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
 from generation.engine.vllm_compat import engine_processes
 from sharding.ranks import RemoteError
-from sharding.send.push import Link, parameters_to_verify
-from sharding.send.ways import BucketPlan
+from sharding.send.push import Link, SyncReport, parameters_to_verify
 from sharding.wire.staging import resident_bytes
 from tests.colocated import Colocated
 from tests.conftest import TinyModel
@@ -30,6 +29,16 @@ def both(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Colo
     with Colocated(tiny_model(), plain=request.param) as both:
         both.manager.sleep()
         yield both
+
+
+def plain(both: Colocated) -> bool:
+    """Whether the engine keeps weights as they are sent."""
+    return both.leader.engine.settings.plain_cpu_weights
+
+
+def opened_and_closed(both: Colocated) -> tuple[int, int]:
+    """How often the worker has mapped staging memory, and let it go."""
+    return both.manager.report.staging_opened, both.manager.report.staging_closed
 
 
 def assert_repaired(both: Colocated) -> None:
@@ -56,13 +65,12 @@ def fail_to_wake(both: Colocated, error: type[BaseException] = RemoteError) -> s
 def rename(both: Colocated, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None) -> None:
     """Have the manager send a weight under another name, or not at all."""
     parameters = []
-    for parameter in both.manager._parameters:
+    for parameter in both.manager._update.parameters:
         if parameter.name != old:
             parameters.append(parameter)
         elif new is not None:
             parameters.append(replace(parameter, pieces=(replace(parameter.pieces[0], name=new),)))
-    monkeypatch.setattr(both.manager, "_parameters", parameters)
-    monkeypatch.setattr(both.manager, "_plan", BucketPlan(parameters, 1 << 18))
+    monkeypatch.setattr(both.manager._update, "parameters", parameters)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +99,10 @@ def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeyp
     name = "model.layers.1.post_attention_layernorm.weight"
     parameters = [
         replace(p, pieces=(replace(p.pieces[0], shape=(2, 64)),)) if p.name == name else p
-        for p in both.manager._parameters
+        for p in both.manager._update.parameters
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(both.manager, "_plan", BucketPlan(parameters, 1 << 18))
+        patch.setattr(both.manager._way, "transfer", lambda update: update.push(parameters, None), raising=False)
         assert "post_attention_layernorm" in fail_to_wake(both)
     assert_repaired(both)
 
@@ -114,7 +122,7 @@ def test_a_wrong_byte_in_what_was_sent_is_found(both: Colocated, monkeypatch: py
         patch.setattr(both.source, "gather_into", flipped)
         with pytest.raises(RemoteError) as caught:
             both.manager.wake(both.policy)
-    if both.manager._plain:
+    if plain(both):
         assert name in str(caught.value)
         assert "does not hold what was sent" in str(caught.value)
     else:
@@ -143,7 +151,8 @@ def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
         both.manager.wake(both.policy)
     both.complete(prompt, SAMPLING)
     both.policy.randomise(seed=7)
-    both.manager._sync(both.policy.version)
+    both.manager.report = SyncReport(both.policy.version)
+    both.manager._sync()
     sampled = both.complete(prompt, SAMPLING)
     assert both.gap(prompt, sampled, 1.0) < 1e-4
 
@@ -229,7 +238,7 @@ def staging_in_use() -> list[tuple[int, int]]:
 def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind(both: Colocated) -> None:
     """Halves are compared: a leak of 50 KiB a sync would make 5 MiB between them."""
     assert_repaired(both)
-    opened, closed = both.manager.staging_opened, both.manager.staging_closed
+    opened, closed = opened_and_closed(both)
     assert opened == closed + 1  # open between syncs on CPU, where fresh pages cost more than kept ones
     in_use = [(1, 1), (2, 1)]  # the worker's mapping; the trainer's, and what it exports
     assert staging_in_use() == in_use
@@ -240,7 +249,7 @@ def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind
                 both.complete(PROMPT, SAMPLING)
         engine = both.leader.thread.run(both.leader.engine.memory_bytes(), 10, "memory")
         resident.append((resident_bytes(), engine))
-    assert (both.manager.staging_opened, both.manager.staging_closed) == (opened, closed)
+    assert opened_and_closed(both) == (opened, closed)
     assert staging_in_use() == in_use
     for side in zip(*resident, strict=True):
         assert mean(side[110:]) - mean(side[20:110]) < 4 << 20
@@ -251,18 +260,18 @@ def test_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as
 ) -> None:
     """As on a GPU, where the KV cache needs the place; by the trainer alone, which the worker notices."""
     assert_repaired(both)
-    opened, closed = both.manager.staging_opened, both.manager.staging_closed
+    opened, closed = opened_and_closed(both)
     for _ in range(5):
         both.manager._way.abort("")
         assert staging_in_use() == [(1, 1)]
         with both.manager.generation_shift(both.policy):
             pass
         assert staging_in_use() == [(1, 1), (2, 1)]
-    assert (both.manager.staging_opened, both.manager.staging_closed) == (opened + 5, closed + 5)
+    assert opened_and_closed(both) == (opened + 5, closed + 5)
 
 
 def test_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
-    largest = max(parameter.nbytes for parameter in both.manager._parameters)
+    largest = max(parameter.nbytes for parameter in both.manager._update.parameters)
     assert both.manager.report.staging_bytes <= 2 * max(1 << 18, largest + 512)
 
 
@@ -271,15 +280,14 @@ def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
 ) -> None:
     """But whole where they are packed for oneDNN."""
     bucket, manager = 1 << 13, both.manager
-    largest = max(parameter.nbytes for parameter in manager._parameters)
+    largest = max(parameter.nbytes for parameter in manager._update.parameters)
     assert largest > 4 * bucket
     manager._way.abort("")
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_settings", replace(manager._settings, bucket_bytes=bucket))
-        patch.setattr(manager, "_plan", BucketPlan(manager._parameters, bucket))
+        patch.setattr(manager._update, "settings", replace(manager._update.settings, bucket_bytes=bucket))
         assert_repaired(both)
-        assert manager.report.staging_bytes == 2 * (bucket if manager._plain else largest)
-        assert manager.report.verified == ("full" if manager._plain else "probe")
+        assert manager.report.staging_bytes == 2 * (bucket if plain(both) else largest)
+        assert manager.report.verified == ("full" if plain(both) else "probe")
         manager._way.abort("")
     assert_repaired(both)
 
@@ -287,17 +295,17 @@ def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
 def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = {parameter.name for parameter in both.manager._parameters}
+    everything = {parameter.name for parameter in both.manager._update.parameters}
     with monkeypatch.context() as patch:
-        patch.setattr(both.manager, "_settings", replace(both.manager._settings, verify="sample"))
+        patch.setattr(both.manager._update, "settings", replace(both.manager._update.settings, verify="sample"))
         drawn = [
-            [p.name for p in parameters_to_verify(both.manager._parameters, "sample", version)]
+            [p.name for p in parameters_to_verify(both.manager._update.parameters, "sample", version)]
             for version in range(400)
         ]
         assert {name for names in drawn for name in names} == everything
         assert all(len(names) < len(everything) for names in drawn)
         assert_repaired(both)
-        assert both.manager.report.verified == ("sample" if both.manager._plain else "probe")
+        assert both.manager.report.verified == ("sample" if plain(both) else "probe")
 
 
 def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model: TinyModel) -> None:

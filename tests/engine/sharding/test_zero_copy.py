@@ -136,7 +136,7 @@ def test_weights_that_are_not_kept_as_sent_are_refused_by_name(tiny_model: TinyM
 
 def test_an_update_without_weights_is_refused_where_none_are_shared(tiny_model: TinyModel) -> None:
     with Colocated(tiny_model()) as both:
-        both.manager._way.in_place = True
+        both.manager._way.transfer = lambda update: update.post("in_place")  # type: ignore[attr-defined]
         with pytest.raises(RemoteError, match="this worker shares none with the trainer"):
-            both.manager._sync(0)
+            both.manager._sync()
         assert both.leader.engine.state.version is None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from generation.engine import replicas as engine_replicas
@@ -15,11 +16,11 @@ from generation.engine.engine import Leader, WorkerError
 from generation.engine.replicas import ReplicaDied, ReplicatedEngine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
-from sharding.apart import replicas
-from sharding.apart.crews import _line
-from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
+from sharding.apart import orders
+from sharding.apart.orders import EnginesApart, TrainersApart
 from sharding.ranks import RemoteError
 from sharding.send.push import SyncReport, SyncSettings
+from sharding.send.source import FsdpWeightSource
 
 
 class Params:
@@ -94,7 +95,7 @@ class Sender:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicatedEngine]:
     """Two replicas, of which one may die."""
     monkeypatch.setattr(engine_replicas, "Replica", FakeReplica)
-    monkeypatch.setattr(replicas, "cluster_address", str)
+    monkeypatch.setattr(orders, "cluster_address", str)
     FakeReplica.dying, FakeReplica.wrong, Sender.sent = {}, {}, []
     return ReplicatedEngine(EngineSettings("no model", max_model_len=64), count=2, restarts=1)
 
@@ -110,13 +111,17 @@ def leader(engine: ReplicatedEngine) -> Iterator[Leader]:
 def updates(leader: Leader, count: int) -> list[Future[Any]]:
     """So many updates, at both ends."""
     store = dist.HashStore()
-    train = ReplicasApart.__new__(ReplicasApart)
-    train._settings, train._ranks = SETTINGS, range(1, 2)
-    train._lines = [_line(store, 1, outwards=True)]
+    source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
+    train = EnginesApart(source, torch.device("cpu"), SETTINGS, range(1, 2), store)
     train._new_sender = Sender  # type: ignore[assignment]
-    train._sender = Sender(1, "127.0.0.1")  # type: ignore[assignment]
-    generate = TrainersOfReplicas(leader, store, 1, SETTINGS)
-    ends = [lambda: [train._bring(v) for v in range(count)], lambda: [generate._take(v) for v in range(count)]]
+    generate = TrainersApart(leader, store, 1, SETTINGS)
+
+    def send() -> None:
+        for version in range(count):
+            train._bring(version)
+            train._tell("probe", probe=None)
+
+    ends = [send, lambda: [generate.receive(version) for version in range(count)]]
     with ThreadPoolExecutor(2) as pool:
         return [pool.submit(end) for end in ends]
 

@@ -79,45 +79,32 @@ class RecordingManager(ShardingManager):
         device = torch.device("cpu")
         way = ZeroCopy(device, source.parameters(), lambda memory: None, 1) if shared else None
         super().__init__(source, device, SyncSettings(), folder, leader=leader, way=way)
-        self.events, self._plain = events, plain
+        self.events, self.plain = events, plain
 
     def connect(self) -> None:
         self.events.append(f"listens at {Path(self._channel.endpoint).name}")
 
-    def _sync(self, version: int) -> None:
-        self.events.append(f"sync to {version}")
+    def _sync(self, calls: object = None) -> None:
+        self.events.append(f"sync to {self.report.version}")
+        self.report.verified = "sample" if self.plain else ""
 
 
 def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_written_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA an optimizer step returns before its kernels have run, and the worker is another process."""
     events: Events = []
-    manager = RecordingManager(events, tmp_path, plain=True, shared=True)
-    manager._device, manager._way.in_place = torch.device("cuda", 3), True
+    way = ZeroCopy(torch.device("cuda", 3), [], lambda memory: None, 1)
 
     def stream(device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(synchronize=lambda: events.append(f"trainer's stream on {device} is done"))
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-
-    class RecordingLink:
-        error = None
-
-        def post(self, kind: str, **fields: Any) -> None:
-            events.append(kind)
-
-        def collect(self) -> dict[str, Any]:
-            return {}
-
-        def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-            events.append(kind)
-            return {}
-
-    check = SimpleNamespace(request=None, expect=lambda views: None, different=lambda held: [])
-    manager._send(RecordingLink(), 3, check)  # type: ignore[arg-type]
-    manager.close()
-    assert events == ["begin", "trainer's stream on cuda:3 is done", "in_place", "finish"]
+    update: Any = SimpleNamespace(push_all=lambda: events.append("buckets"), post=events.append)
+    way.transfer(update)
+    way.in_place = True
+    way.transfer(update)
+    assert events == ["buckets", "trainer's stream on cuda:3 is done", "in_place"]
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])

@@ -214,9 +214,9 @@ def shifts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_nothing_of_what_sleep_has_dropped_is_used_in_any_shift(shifts: Shifts) -> None:
     real_sync = shifts.manager._sync
 
-    def sync(version: int) -> None:
-        shifts.events.append(f"sync to {version}")
-        real_sync(version)
+    def sync() -> None:
+        shifts.events.append(f"sync to {shifts.manager.report.version}")
+        real_sync()
 
     shifts.manager._sync = sync  # type: ignore[method-assign]
     for number in range(1, 4):  # the first update is recorded, the others replayed

@@ -14,7 +14,7 @@ from generation.engine.sampling import NotFiniteError
 from generation.engine.slices import Unfinished
 from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
-from sharding.apart.crews import TrainersApart, _Half, _line
+from sharding.apart.orders import PendingCall, TrainersApart, _line
 from sharding.ranks import RemoteError, rank
 from sharding.send.push import SyncSettings
 from sharding.wire.channel import SyncError
@@ -252,6 +252,9 @@ def test_what_fails_on_an_engines_rank_is_told_to_rank_0_with_its_number() -> No
     store, told = HashStore(), []
 
     class Engine:
+        async def ask_workers(self, method: str, prefix: int, *place: Any) -> None:
+            told.append((method, *place[:3]))
+
         async def receive(self, *arguments: Any, version: int) -> None:
             told.append(version)
             if version == 8:
@@ -263,11 +266,15 @@ def test_what_fails_on_an_engines_rank_is_told_to_rank_0_with_its_number() -> No
     line = _line(store, 3, outwards=True)
     line.send("sample", version=7, step=1)
     assert there.hear()["step"] == 1
+    line.send("group", place=["here", 9, 2])
     line.send("probe", probe=None)
     there.receive(7)
-    assert _Half(line, 3, 5.0).result() is None
+    assert line.receive(5, "members")["joined"]
+    for _ in ("joining", "receiving"):
+        assert PendingCall(line, 3, 5.0).result() is None
     with pytest.raises(ValueError, match="no room"):
         there.receive(8)
+    assert not line.receive(5, "members")["joined"]
     with pytest.raises(SyncError, match="rank 3, which generates: ValueError: no room"):
-        _Half(line, 3, 5.0).result()
-    assert told == [7, 8]
+        PendingCall(line, 3, 5.0).result()
+    assert told == [("init_collective", "here", 9, 2), 7, 8]

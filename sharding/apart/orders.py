@@ -1,0 +1,252 @@
+"""Orders and weights from the ranks that train to ranks that only generate, or hold replicas that generate.
+
+Rank 0 says through the run's store what comes next, and the weights follow by broadcast (`sharding.apart.broadcast`).
+Which order comes when is a function of the step: nothing is queued, and nothing is decided by who is faster.
+
+Before each update the engines' ranks say whether workers have come or gone. If so, all workers join a new group. Where
+a replica is lost while weights travel, the update begins again with those that are left.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from generation.engine.engine import Engine, Leader
+from generation.engine.replicas import ReplicatedEngine, cluster_address
+from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
+from sharding.ranks import RemoteError, agreed, exchange, is_main, rank
+from sharding.send.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
+from sharding.send.push import AdapterFormat, SyncReport, SyncSettings
+from sharding.send.source import WeightSource
+from sharding.wire.channel import SyncError
+from sharding.wire.group import GroupStore, StoreChannel, own_address
+
+
+def _line(store: dist.Store, number: int, outwards: bool) -> StoreChannel:
+    """One end of the conversation of rank 0 with rank `number` of the run."""
+    there, back = f"apart/to/{number}", f"apart/from/{number}"
+    boxes = (there, back) if outwards else (back, there)
+    return StoreChannel(GroupStore(store, "the run's store"), *boxes)
+
+
+class PendingCall:
+    """A call of an engine on another rank, as `CollectiveSender` asks the future of one about its end."""
+
+    def __init__(self, line: StoreChannel, number: int, timeout: float) -> None:
+        """`number`: that rank's in the run."""
+        self._line, self._number, self._timeout = line, number, timeout
+        self._end: dict[str, Any] | None = None
+
+    def done(self) -> bool:
+        return self._end is not None or self._line.waiting()
+
+    def exception(self) -> Exception | None:
+        self._end = self._end or self._line.receive(self._timeout, f"answer of rank {self._number}, which generates")
+        error = self._end.get("error")
+        return SyncError(f"rank {self._number}, which generates: {error}") if error else None
+
+    def result(self, timeout: float | None = None) -> None:
+        if error := self.exception():
+            raise error
+
+
+class EnginesApart:
+    """The engines of other ranks, in the place of a `ShardingManager` on ranks that train.
+    `report`: on the latest update, of which a shift may have none.
+    `then`: called once when the shift is over and nothing has failed, before the policy changes.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        device: torch.device,
+        settings: SyncSettings,
+        ranks: range,
+        store: dist.Store,
+        host: str = "127.0.0.1",
+        adapter: AdapterFormat | None = None,
+    ) -> None:
+        """`ranks`: those that do not train, by their numbers in the run. Rank 0 listens on `host` for their workers.
+        `adapter`: `source` has the factors of one.
+        """
+        self._timeout, self._verify, self._ranks, self._host = settings.timeout, settings.verify, ranks, host
+        self._lines = [_line(store, number, outwards=True) for number in ranks] if is_main() else []
+        self._new_sender = partial(CollectiveSender, source, device, settings, adapter=adapter)
+        self._sender: CollectiveSender | None = None
+        self._vocabulary = vocabulary_of(source.parameters(), adapter)
+        self._policy: VersionedPolicy | None = None
+        self.report = SyncReport(version=-1)
+        self.then: Callable[[], None] | None = None
+
+    def connect(self) -> None:
+        """Nothing to do: workers join before they get weights."""
+
+    @contextmanager
+    def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
+        """Inside, orders (`begin`) bring this policy's weights. There is nothing to make room for."""
+        self._policy, self.report = policy, SyncReport(policy.version)
+        yield
+        self.sleep()
+
+    def begin(self, kind: str, **order: Any) -> int:
+        """Order something of the engines, and bring them the policy's weights, verified. Collective among the ranks
+        that train; returns the version, which is the only one that the order may be carried out with.
+        """
+        policy = self._policy
+        assert policy is not None
+        self._tell(kind, version=policy.version, **order)
+        self.report = self._bring(policy.version)
+        probe: Probe | None = None
+        if self._verify != "off" and not self.report.verified:
+            probe = draw_probe(policy, self._vocabulary)
+            self.report.verified = "probe"
+        self._tell("probe", probe=probe)
+        return policy.version
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        for line in self._lines:
+            line.send(kind, **fields)
+
+    def _bring(self, version: int) -> SyncReport:
+        while True:
+            members = self._hear("members")
+            try:
+                sender = self._gather(members) if any(member["joined"] for member in members) else self._sender
+                assert sender is not None
+                return sender.send(version, self._calls())
+            except RemoteError:
+                if not (members[0]["replaceable"] and self._hear("settled")[0]["again"]):
+                    raise
+
+    def _gather(self, members: list[dict[str, Any]]) -> CollectiveSender:
+        """Have all workers join a new group of rank 0. Updates are counted on: vLLM keeps adapters by these numbers."""
+        session = 0
+        if self._sender is not None:
+            self._sender.close()
+            session = self._sender.session
+        far, _, port = members[0]["reached_from"].rpartition(":")
+        host, workers = own_address(far, int(port)) if far else self._host, sum(member["workers"] for member in members)
+        sender = self._sender = self._new_sender(workers=workers, host=host, session=session)
+        self._tell("group", place=[sender.ip, sender.port, sender.world_size])
+        joining = self._calls()
+        sender.connect(joining)
+        with agreed("joining the weights group"):
+            for call in joining:
+                call.result()
+        return sender
+
+    def _calls(self) -> list[Any]:
+        """What all engines are asked for next."""
+        return [PendingCall(line, n, self._timeout) for line, n in zip(self._lines, self._ranks, strict=False)]
+
+    def _hear(self, kind: str) -> list[dict[str, Any]]:
+        """The next message of this kind from each line, past what was said of an update that has failed. Collective."""
+        messages: list[dict[str, Any]] = []
+        with agreed("hearing of the engines"):
+            for line in self._lines:
+                while (message := line.receive(math.inf, f"word of {kind}"))["kind"] != kind:
+                    pass
+                if error := message.get("error"):
+                    raise SyncError(error)
+                messages.append(message)
+        return exchange(messages)[0]  # type: ignore[no-any-return]
+
+    def sleep(self) -> None:
+        """The shift is over; engines apart stay awake."""
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+    def close(self) -> None:
+        """Let the engines' ranks leave; never raises."""
+        with suppress(SyncError):  # the store has gone, and with it they
+            self._tell("end", failed=sys.exception() is not None)
+        if self._sender is not None:
+            self._sender.close()
+
+
+class TrainersApart:
+    """A generating rank's end of the conversation."""
+
+    def __init__(self, leader: Leader | None, store: dist.Store, number: int, settings: SyncSettings) -> None:
+        """`number`: this rank's in the run."""
+        self._leader, self._timeout = leader, settings.timeout
+        self._line = _line(store, number, outwards=False)
+        engine = None if leader is None else leader.engine
+        self._replicas = engine if isinstance(engine, ReplicatedEngine) else None
+        self._joined = False
+
+    def connect(self) -> None:
+        """Nothing to do, see `EnginesApart`."""
+
+    def hear(self) -> dict[str, Any]:
+        """The next order: its `kind`, the `version` of the weights that follow, and what else `begin` was given."""
+        return self._line.receive(math.inf, "order of the ranks that train")
+
+    def receive(self, version: int) -> None:
+        """Have the engine hold weights of this version, and no others, or raise."""
+        while not self._take(version):
+            pass
+        probe = self._line.receive(self._timeout, "probe of the weights")["probe"]
+        if probe is not None and self._leader is not None:
+            compare_with(self._leader, probe, self._timeout)
+
+    def _take(self, version: int) -> bool:
+        """One update, before which new workers join a group; False where it has to begin again, with other replicas."""
+        method, timeout = "update_weights_from_collective", self._timeout
+        with self._telling("members") as members:
+            members |= self._members()
+        try:
+            if members["joined"]:
+                place = self._line.receive(timeout, "place of the weights group")["place"]
+                self._do("joining the weights group", lambda engine: self._join(engine, *place))
+            self._do("receiving weights", lambda engine: engine.receive(method, timeout, version=version))
+        except Exception:
+            if self._replicas is None or self._leader is None:
+                raise
+            with self._telling("settled") as end:
+                end["again"] = self._leader.thread.run(self._replicas.settle(), timeout, "looking after the replicas")
+            if not end["again"]:
+                raise
+            return False
+        return True
+
+    def _members(self) -> dict[str, Any]:
+        """Whether workers have `joined` since the last call, or gone, how many `workers` this rank has, and whether its
+        engines are `replaceable`; `reached_from`: a machine that they reach, where they are on several.
+        """
+        if self._replicas is None or self._leader is None:
+            joined, self._joined = not self._joined, True
+            return {"joined": joined, "workers": 1, "replaceable": False, "reached_from": ""}
+        joined = self._leader.thread.submit(self._replicas.join()).result()
+        workers = len(self._replicas.members) * self._replicas.settings.tensor_parallel_size
+        return {"joined": joined, "workers": workers, "replaceable": True, "reached_from": cluster_address()}
+
+    def _join(self, engine: Engine, ip: str, port: int, world_size: int) -> Coroutine[Any, Any, Any]:
+        group = (ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
+        if self._replicas is not None:
+            return self._replicas.join_group(*group)
+        return engine.ask_workers("init_collective", rank(), *group)
+
+    def _do(self, what: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
+        """Have the engine do what rank 0 waits for; its error goes there, too."""
+        with self._telling("done"):
+            if self._leader is not None:
+                self._leader.thread.run(action(self._leader.engine), self._timeout, what)
+
+    @contextmanager
+    def _telling(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Tell rank 0 what the block puts into the message, or its error."""
+        message: dict[str, Any] = {}
+        try:
+            yield message
+        except Exception as error:
+            self._line.send(kind, error=f"{type(error).__name__}: {error}")
+            raise
+        self._line.send(kind, **message)

@@ -1,0 +1,165 @@
+"""One update of the workers' weights: announce it, have them brought, finish, verify, and end; or abort it.
+
+It is the same for a rank's own worker, for all workers of engines apart, and where nobody answers; and for every way:
+how the bytes get to the workers is the way's own `transfer`.
+
+Every rank enters the same collectives, whatever happens to its own worker: a rank whose worker failed continues to
+gather without sending, and the failure is raised on all ranks together at the next agreement.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
+from sharding.send.push import AdapterFormat, DigestCheck, SyncReport, SyncSettings, Workers, push
+from sharding.send.source import WeightSource
+from sharding.send.ways import BucketPlan, Way
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import SourceParameter, first_names, manifest_of
+from sharding.wire.staging import BUFFERS
+
+ABORT_SECONDS = 5.0
+"""Longest wait for workers to leave an update that failed; they answer at once, unless they hang."""
+
+
+class Update:
+    """Brings workers the weights of a source, by one way, again and again. See `Transfer` for what ways see of it.
+
+    Attributes:
+        settings: may be replaced between updates.
+        workers, report: of the latest update.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        way: Way,
+        settings: SyncSettings,
+        adapter: AdapterFormat | None = None,
+        keep_buffers: bool = False,
+    ) -> None:
+        """`adapter`: weights are the factors of one. `keep_buffers`: from one update to the next that needs them."""
+        self.settings = settings
+        self._way, self._adapter, self._keep_buffers = way, adapter, keep_buffers
+        self._stamps = itertools.count(1)
+        self.use(source)
+
+    def use(self, source: WeightSource) -> None:
+        """Take weights from this source from the next update on; on all ranks."""
+        self.source, self.parameters = source, source.parameters()
+
+    def run(self, report: SyncReport, workers: Workers, session: int = 0, calls: Sequence[Any] = ()) -> list[Any]:
+        """Bring the workers to `report.version`, and verify that they hold it. Collective.
+
+        Args:
+            report: is filled in.
+            session: a number that no update had before.
+            calls: of the engines, futures that end with the update.
+
+        Returns the results of the calls. Raises RemoteError: on all ranks, naming the worker and the weight.
+        """
+        self.report, self.workers, self.session = report, workers, session
+        self._repeatable = getattr(self.source, "repeatable", True)  # else weights are gone once they are sent
+        self._verify, self._capacity = self.settings.verify if self._repeatable else "off", 0
+        try:
+            check = DigestCheck(self.source, self.parameters, self._verify, report.version)
+            self._terms = self._announce(check.request)
+            getattr(self._way, "transfer", Update.push_all)(self)
+            self._finish(check)
+            return self._end(calls)
+        except BaseException as error:
+            self._abort(error)
+            if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := dead_ranks()):
+                raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
+            raise
+
+    def _announce(self, verify: dict[str, Any]) -> list[dict[str, Any]]:
+        """Say what will come. By worker its terms:
+
+        `plain`: it keeps weights as they are sent, so that they can be compared; `views`: what it reads of the weights
+        to `verify`; `whole`: weights that have to arrive whole, None: all; `records`: it notes down in this update what
+        it can replay in later ones.
+        """
+        # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
+        adapter = None if self._adapter is None else {"number": self.session, "config": self._adapter.config}
+        fields = {"version": self.report.version, "replay": self.settings.replay, "adapter": adapter, "verify": verify}
+        self.workers.post("begin", weights=manifest_of(self.parameters), **fields)
+        return self.workers.collect()
+
+    def post(self, kind: str, **fields: Any) -> None:
+        self.workers.post(kind, **fields)
+
+    def needed_whole(self) -> set[str] | None:
+        asked = [whole for of_rank in exchange([term["whole"] for term in self._terms]) for whole in of_rank]
+        return None if None in asked else set().union(*asked)
+
+    def push_all(self) -> None:
+        larger = any(
+            parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters
+        )  # alike on all ranks
+        cuts = self._way.cuts and getattr(self.source, "repeatable", True)
+        self.push(self.parameters, self.needed_whole() if larger and cuts else None)
+
+    def push(self, parameters: list[SourceParameter], whole: Collection[str] | None) -> None:
+        plan = BucketPlan(parameters, self.settings.bucket_bytes, whole)
+        with agreed("preparing the buffers"):
+            self._way.begin(self.report.version, plan, self.workers.error is None)
+        self._capacity, self.report.staging_bytes = plan.capacity, BUFFERS * plan.capacity
+        self._push(plan, "bucket")
+
+    def _push(self, plan: BucketPlan, kind: str) -> list[list[dict[str, Any]]]:
+        self.report.nbytes += plan.nbytes
+        return push(self.source, plan, self._way, self.workers, kind, self._stamps)
+
+    def _finish(self, check: DigestCheck) -> None:
+        """Have every weight accounted for, and compared.
+
+        Weights that workers leave to their loaders are sent again, for those to compare, unless they are re-processed:
+        that takes a probe.
+        """
+        self.workers.post("finish")
+        check.expect(self._terms)  # while the workers finish
+        answers = self.workers.collect_last()
+        agree(self.workers.error, "sending weights")
+        if self._verify == "off":
+            return
+        different = check.different(answers)
+        if check.undigested:
+            plan = BucketPlan(check.undigested, self._capacity)  # they may be packed otherwise than among all
+            for answers in self._push(plan, "compare"):
+                for names, answer in zip(different, answers, strict=False):
+                    names += answer["different"]
+        wrong = "; ".join(
+            f"the worker on {link.worker} does not hold what was sent: {first_names(names)} differ"
+            for link, names in zip(self.workers.links, different, strict=False)
+            if names
+        )
+        agree(self.workers.error or (SyncError(wrong) if wrong else None), "verifying weights")
+        self.report.verified = self._verify if check.comparable else ""
+
+    def _end(self, calls: Sequence[Any]) -> list[Any]:
+        # On CUDA the KV cache needs the buffers' place; on CPU fresh pages cost more than kept ones.
+        less = self._way.shares or any(term["records"] for term in self._terms)  # will do from now on
+        release = less or not self._keep_buffers
+        self.workers.post("end", close=release)
+        for answer in self.workers.collect()[:1]:
+            self.report.staging_opened, self.report.staging_closed = answer.get("opened", 0), answer.get("closed", 0)
+        self.report.messages = self.workers.messages
+        agree(self.workers.error, "ending the update")
+        with agreed("finishing the update"):
+            results = [call.result(self.settings.timeout) for call in calls]
+            self._way.finish(release)
+        return results
+
+    def _abort(self, error: BaseException) -> None:
+        """Get the workers out of their receive loops, and the way out of the update; never raises."""
+        reason = str(self.workers.error or error) or type(error).__name__
+        survives = getattr(self._way, "survives", False)
+        if self.workers.abort(reason, self.settings.timeout if survives else ABORT_SECONDS) and survives:
+            try:
+                self._way.finish(release=True)
+            except SyncError as lost:
+                self._way.abort(str(lost))
+        else:
+            self._way.abort(reason)

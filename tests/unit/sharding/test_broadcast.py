@@ -1,0 +1,152 @@
+"""Weights broadcast to workers of engines apart, all in one process: what they hold, and what it is compared by."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sharding.apart.broadcast import CollectiveSender
+from sharding.ranks import RemoteError
+from sharding.send.push import Link, SyncSettings
+from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import BucketPlan
+from sharding.wire.manifest import SourceParameter
+from sharding.worker import extension
+from tests.in_process import SmallModel, Worker, small_weights
+
+CPU = torch.device("cpu")
+TIMES = 20
+"""So many times the rows of the small model: its matrices are larger than a bucket, its vectors are not."""
+
+
+class NumberedWorker(Worker):
+    """One of several workers of a process: an engine of one, or one of two that cut weights."""
+
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        super().__init__(model, vllm_config)
+        self.rank = model.rank
+
+
+class Whole:
+    """A source that cannot say what a rank holds, only gather it."""
+
+    def __init__(self, source: FsdpWeightSource) -> None:
+        self._source = source
+
+    def parameters(self) -> list[SourceParameter]:
+        return self._source.parameters()
+
+    def gather_into(self, names: list[str], slots: list[Tensor]) -> None:
+        self._source.gather_into(names, slots)
+
+    def gather_part(self, name: str, start: int, slot: Tensor) -> None:
+        self._source.gather_part(name, start, slot)
+
+
+class Apart:
+    """A policy, an engine of one worker and one of two, and a sender to all three. `posted`: kinds of messages."""
+
+    def __init__(self, bucket_bytes: int = 1 << 20, shards: bool = True) -> None:
+        self.weights = small_weights(0, TIMES)
+        source: Any = FsdpWeightSource(list(self.weights.items()), torch.float32)
+        self.source = source if shards else Whole(source)
+        models = [SmallModel(0, 1, times=TIMES), *(SmallModel(rank, 2, times=TIMES) for rank in (0, 1))]
+        self.workers = [NumberedWorker.of(model) for model in models]
+        self.pool = ThreadPoolExecutor(3)
+        self.sender = CollectiveSender(self.source, CPU, SyncSettings("full", bucket_bytes, 20), workers=3)
+        place = self.sender.ip, self.sender.port, 4
+        before = (0, 1, 1)  # workers of earlier engines
+        pairs = zip(self.workers, before, strict=True)
+        joining = [self.pool.submit(worker.init_collective, first, *place) for worker, first in pairs]
+        self.sender.connect(joining)
+        assert [call.result()["error"] for call in joining] == [None] * 3
+
+    def send(self, version: int) -> Any:
+        """Other weights; afterwards every worker holds what one that has loaded them by itself does."""
+        for name, weight in small_weights(version, TIMES).items():
+            self.weights[name].copy_(weight)
+        report = self.sender.send(version, self.calls())
+        for worker in self.workers:
+            twin = SmallModel(worker.model.rank, worker.model.ranks, times=TIMES)
+            twin.load_weights(self.weights.items())
+            for name, parameter in twin.named_parameters():
+                assert torch.equal(worker.model.get_parameter(name), parameter), (name, version)
+        return report
+
+    def calls(self) -> list[Future[Any]]:
+        return [self.pool.submit(worker.update_weights_from_collective, 20.0) for worker in self.workers]
+
+    def nbytes(self, *names: str) -> int:
+        """Of one send of these weights, or of all."""
+        parameters = [p for p in self.source.parameters() if not names or p.name in names]
+        return BucketPlan(parameters, 1 << 20).nbytes
+
+
+@pytest.fixture(params=[True, False], ids=["shards", "no shards"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
+    apart = Apart(shards=request.param)
+    yield apart
+    apart.sender.close()
+    apart.pool.shutdown()
+
+
+def test_recorded_weights_are_sent_once_and_verified_on_workers_that_each_read_another_part(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights are sent again where the source cannot say what it holds."""
+    kinds: list[str] = []
+    post = Link.post
+    monkeypatch.setattr(Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)])
+    first = apart.send(1)
+    assert (first.nbytes, first.verified) == (2 * apart.nbytes(), "full"), "it is recorded"
+    for version in (2, 3):
+        kinds.clear()
+        report = apart.send(version)
+        again = apart.nbytes("scaled") if isinstance(apart.source, FsdpWeightSource) else apart.nbytes()
+        assert (report.nbytes - apart.nbytes(), report.verified) == (again, "full"), "`scaled` is left to its loader"
+        assert kinds == [kind for kind in ("begin", "bucket", "finish", "compare", "end") for _ in apart.workers]
+        assert report.messages == len(kinds)
+
+
+@pytest.mark.parametrize(("rank", "where"), [(1, "weights rank 1"), (2, "weights rank 2"), (3, "weights rank 3")])
+def test_a_wrong_weight_of_one_worker_is_named_with_it_and_the_next_update_repairs_it(
+    apart: Apart, rank: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart.send(1)
+    model = apart.workers[rank - 1].model
+    replay = extension.Receiver._load
+
+    def spoiled(receiver: Any, *arguments: Any) -> None:
+        replay(receiver, *arguments)
+        if receiver._worker.model is model:
+            model.columns.data.view(torch.int32)[7, 3] ^= 1
+
+    sent: list[str] = []
+    gather = apart.source.gather_into
+    with monkeypatch.context() as patch:
+        patch.setattr(extension.Receiver, "_load", spoiled)
+        patch.setattr(apart.source, "gather_into", lambda names, slots: [sent.extend(names), gather(names, slots)])
+        message = f"the worker on {where} does not hold what was sent: columns differ"
+        calls = apart.calls()
+        with pytest.raises(RemoteError, match=message) as caught:
+            apart.sender.send(2, calls)
+    assert str(caught.value).count("does not hold") == 1
+    assert all("broke the update off" in call.result()["error"] for call in calls)
+    if isinstance(apart.source, FsdpWeightSource):
+        assert sorted(sent) == sorted([*apart.weights, "scaled"]), "nothing but `scaled` was gathered a second time"
+    assert apart.send(3).verified == "full"
+
+
+def test_weights_larger_than_a_bucket_travel_in_parts_once_they_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
+    apart = Apart(bucket_bytes=1024)
+    assert apart.send(1).staging_bytes == 2 * 6144, "the 5760 bytes of `a`"
+    for version in (2, 3):
+        report = apart.send(version)
+        assert (report.staging_bytes, report.verified) == (2 * 1024, "full")
+    apart.sender.close()
+    apart.pool.shutdown()

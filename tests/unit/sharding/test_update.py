@@ -1,0 +1,97 @@
+"""One update for every way and every peer: it asks no way what it is, and ends or aborts once."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharding import update
+from sharding.ranks import RemoteError
+from sharding.send.push import SyncReport, SyncSettings, Workers
+from sharding.send.source import FsdpWeightSource
+from sharding.send.ways import BucketPlan
+from sharding.update import Update
+from tests.in_process import small_weights
+
+WAYS = {"Staged", "ZeroCopy", "Pull", "Broadcast", "Storage"}
+
+
+class OwnWay:
+    """A way as somebody may write one, without base or transfer; it writes down what it is asked for."""
+
+    reader, cuts, shares = "own:Reader", False, False
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.arrived: list[bytes] = []
+        self.buffers: list[torch.Tensor] = []
+
+    def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
+        self.buffers = [torch.empty(plan.capacity + 8, dtype=torch.uint8) for _ in range(2)]
+        self.events.append(f"begin {version}")
+
+    def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
+        self.arrived.append(self.buffers[fields["buffer"]][: fields["nbytes"]].numpy().tobytes())
+        self.events.append(kind)
+        return {}
+
+    def wait(self, buffer: int) -> None:
+        """Nothing to wait for."""
+
+    def finish(self, release: bool) -> None:
+        self.events.append("finish")
+
+    def abort(self, reason: str) -> None:
+        self.events.append(f"abort: {reason}")
+
+
+def started(way: Any) -> Update:
+    source = FsdpWeightSource(list(small_weights(0).items()), torch.float32)
+    return Update(source, way, SyncSettings("off", bucket_bytes=512))
+
+
+def test_a_way_without_a_transfer_of_its_own_gets_every_bucket() -> None:
+    way = OwnWay()
+    report = SyncReport(7)
+    assert started(way).run(report, Workers()) == []
+    assert way.events == ["begin 7", *["bucket"] * 5, "finish"]
+    held = [torch.frombuffer(bytearray(memory), dtype=torch.float32) for memory in way.arrived]
+    for memory, weight in zip(held, small_weights(0).values(), strict=True):
+        assert torch.equal(memory[: weight.numel()].view(weight.shape), weight)
+    assert report.nbytes == 5 * 512 and report.staging_bytes == 2 * 512 and report.verified == ""
+
+
+def test_a_way_brings_weights_by_itself_where_it_says_so() -> None:
+    way = OwnWay()
+    way.transfer = lambda update: way.events.append(f"{len(update.parameters)} weights")  # type: ignore[attr-defined]
+    started(way).run(SyncReport(7), Workers())
+    assert way.events == ["5 weights", "finish"]
+
+
+def test_an_update_that_breaks_off_is_aborted_once_and_the_way_is_told_why() -> None:
+    way = OwnWay()
+    updates = started(way)
+    way.send = lambda *_: (_ for _ in ()).throw(OSError("no way out"))  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="phase sending weights failed on rank 0: OSError: no way out"):
+        updates.run(SyncReport(7), Workers())
+    assert way.events == ["begin 7", "abort: no way out"]
+    del way.send
+    updates.run(SyncReport(8), Workers())
+    assert way.events[2:] == ["begin 8", *["bucket"] * 5, "finish"]
+
+
+def test_an_update_never_asks_which_way_it_has() -> None:
+    """Of names in the code, since comments may speak of ways."""
+    tree = ast.parse(Path(update.__file__).read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not names & (WAYS | {"in_place", "reader"})
+    asked = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "isinstance" in ast.unparse(node.func)
+    ]
+    assert all("way" not in call for call in asked), asked
