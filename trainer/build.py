@@ -10,8 +10,7 @@ import torch
 from generation.engine.engine import Leader
 from generation.importing import load
 from sharding.apart.broadcast import Broadcast
-from sharding.apart.crews import EnginesApart, TrainersApart
-from sharding.apart.replicas import ReplicasApart, TrainersOfReplicas
+from sharding.apart.orders import EnginesApart, TrainersApart
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import EVERYBODY, rank, world_size
@@ -127,8 +126,8 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     if placement(config).apart:
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)
-        kind = ReplicasApart if placement(config).actors else EnginesApart
-        return kind(source, policy.device, sync_settings(config), generating, store(), weights_host(), adapter=adapter)
+        settings, host = sync_settings(config), weights_host()
+        return EnginesApart(source, policy.device, settings, generating, store(), host=host, adapter=adapter)
     return ShardingManager(
         source,
         policy.device,
@@ -143,8 +142,7 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 def build_trainers(config: TrainConfig, leader: Leader | None) -> TrainersApart:
     """The same path, for a rank that only generates."""
-    kind = TrainersOfReplicas if placement(config).actors else TrainersApart
-    return kind(leader, store(), rank(EVERYBODY), sync_settings(config))
+    return TrainersApart(leader, store(), rank(EVERYBODY), sync_settings(config))
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from generation.engine.sampling import NotFiniteError
-from sharding.apart.crews import TrainersApart
+from sharding.apart.orders import TrainersApart
 from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
 from trainer.build import build_sampling, build_trainers
 from trainer.config.placement import training_ranks

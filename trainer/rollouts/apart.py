@@ -18,7 +18,7 @@ from pathlib import Path
 
 from generation.engine.sampling import NotFiniteError
 from generation.trajectory import Trajectory
-from sharding.apart.crews import EnginesApart
+from sharding.apart.orders import EnginesApart
 from sharding.ranks import EVERYBODY, agree, agreed, all_to_all_bytes, is_main, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.learning.answers import Answer, gather_answers
