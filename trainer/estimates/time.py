@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sharding.send.push import SAMPLED_SHARE
 from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
@@ -186,14 +185,13 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
 
 
 def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int, gpu: Gpu) -> Iterator[Cost]:
-    """Weights to engines apart: gathered among the ranks that train, then sent through a chain of all engines, and once
-    more, or some of them, to be verified; read and written by the worker.
+    """Weights to engines apart: gathered among the ranks that train, then sent through a chain of all engines; read and
+    written by the worker.
     """
     size = engine_dtype(config).itemsize * _sent_elements(config, model)
-    sent = size * {"off": 1.0, "sample": 1 + 1 / SAMPLED_SHARE, "full": 2.0}[config.sync.verify]
     rate = gpu.link_rate if ranks <= NODE else gpu.network_rate
-    gather = _ring(sent, shards_of(config.policy, training), gpu, len(model.units))
-    seconds = gather + sent / (LINKS * rate) + 2 * sent / (MEMORY * gpu.memory_rate)
+    gather = _ring(size, shards_of(config.policy, training), gpu, len(model.units))
+    seconds = gather + size / (LINKS * rate) + 2 * size / (MEMORY * gpu.memory_rate)
     yield Cost("sync", seconds, remark=f"{size / 2**30:.1f} GiB, by broadcast")
 
 
