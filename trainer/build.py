@@ -9,7 +9,6 @@ import torch
 
 from generation.engine.engine import Leader
 from generation.importing import load
-from sharding.apart.broadcast import Broadcast
 from sharding.apart.orders import EnginesApart, TrainersApart
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
@@ -168,8 +167,6 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
         case "pull":
             assert isinstance(source, FsdpWeightSource)
             return Pull(device, source, policy.shard_tensors(), [policy.optimizer])
-        case "broadcast":
-            return Broadcast(device, world_size(), timeout, weights_host())
         case "storage":
             return Storage(config.run.folder / "weights", device, timeout)
         case spec:

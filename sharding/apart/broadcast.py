@@ -109,16 +109,7 @@ class Broadcast:
                 )
 
     def connect(self, call: Call | None) -> None:
-        """See `Way`. Every leader's engine joins; ranks and workers correspond one to one."""
-        self.listen()
-        calls = []
-        if call is not None:
-            place = (rank(), self.ip, self.port, self.world_size, TRAIN_WORLD_SIZE, self._timeout)
-            calls = [call("init_collective", *place)]
-        self.meet(calls)
-        with agreed("joining the weights group"):
-            for joined in calls:
-                joined.result(self._timeout)
+        """Nothing to do: workers join by themselves, see `meet`."""
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Make the buffers for a plan's buckets. Raises SyncError where there is no group."""

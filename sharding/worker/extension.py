@@ -21,7 +21,7 @@ from sharding.wire import staging
 from sharding.wire.channel import SyncError, connect
 from sharding.wire.manifest import Manifest, check_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
-from sharding.worker.broadcast import BroadcastBuckets, CollectiveCarrier, Membership, Place
+from sharding.worker.broadcast import CollectiveCarrier, Membership, Place
 from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
@@ -36,7 +36,7 @@ if _PLAIN_ON_CPU:  # vLLM imports this module before it builds the model
     keep_weights_plain()
 
 READERS: dict[str, Callable[[Any], Buckets]]
-READERS = {"staged": StagedBuckets, "broadcast": BroadcastBuckets, "storage": StorageBuckets}
+READERS = {"staged": StagedBuckets, "storage": StorageBuckets}
 """The workers' halves of the ways, by what the trainer's half calls them."""
 
 Outcome = dict[str, Any]

@@ -25,7 +25,6 @@ class Placement:
         apart: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them, and
             what they have sampled goes to the ranks that train.
         actors: engines are replicas in actors of Ray, and the rank that holds them has no device.
-        way: value of `sync.way` that auto stands for; None: the machine decides.
         problems: a sentence for each setting of a recipe that does not go with it, of so many ranks of the run and on
             this machine.
     """
@@ -36,7 +35,6 @@ class Placement:
     engine_ranks: Callable[[EngineConfig], int]
     apart: bool
     actors: bool
-    way: str | None
     problems: Problems
 
 
@@ -120,7 +118,7 @@ def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[
 def _apart_problems(config: TrainConfig) -> Iterator[str]:
     policy, sync, rollout = config.policy, config.sync, config.rollout
     place = config.engine.placement
-    if sync.way not in ("auto", "broadcast"):
+    if sync.way != "auto":
         yield (
             f"engine.placement is {place}, but sync.way is {sync.way}, which takes memory that both can reach: "
             "leave it out"
@@ -142,7 +140,6 @@ PLACEMENTS = {
         engine_ranks=lambda engine: engine.tensor_parallel_size,
         apart=False,
         actors=False,
-        way=None,
         problems=_shared_problems,
     ),
     "ranks": Placement(
@@ -152,7 +149,6 @@ PLACEMENTS = {
         engine_ranks=lambda engine: engine.tensor_parallel_size,
         apart=True,
         actors=False,
-        way="broadcast",
         problems=_ranks_problems,
     ),
     "ray": Placement(
@@ -162,7 +158,6 @@ PLACEMENTS = {
         engine_ranks=lambda engine: 1,
         apart=True,
         actors=True,
-        way="broadcast",
         problems=_ray_problems,
     ),
 }

@@ -181,7 +181,7 @@ class EngineConfig(Section):
     extra: dict[str, Any] = key({}, "further fields of vLLM's AsyncEngineArgs, by name, of those Hotbunk does not set")
 
 
-WAYS = ("auto", "staged", "pull", "zero_copy", "broadcast", "storage")
+WAYS = ("auto", "staged", "pull", "zero_copy", "storage")
 
 
 class SyncConfig(Section):
@@ -200,11 +200,10 @@ class SyncConfig(Section):
     replay: bool = key(True, "record what vLLM's loaders do with the first weights, and from then on repeat it")
     way: str = key(
         "auto", "how weights get to the engine; your own way is pkg.mod:Name or file.py:Name (docs/weight-path.md)",
-        auto="the first that holds here of zero_copy, pull and staged; on CUDA staged",
+        auto="the first that holds here of zero_copy, pull and staged; on CUDA staged; to engines apart by broadcast",
         staged="through two buffers that trainer and engine have mapped",
         pull="engines read the shards of all ranks of their machine, and nothing is gathered or staged",
         zero_copy="one rank, unpacked weights: the policy computes with the engine's own, so that a step is the sync",
-        broadcast="by gloo or NCCL, to engines on other devices than the trainer's; auto with placements ranks and ray",
         storage="through the run's folder weights, which other engines can load, too",
     )  # fmt: skip
 

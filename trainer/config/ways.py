@@ -14,8 +14,6 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
     """The way that `sync.way: auto` stands for: the first that holds of zero_copy, pull and staged; and why that.
     `neighbours`: the ranks of a machine.
     """
-    if (way := placement(config).way) is not None:
-        return way, f"since engine.placement is {config.engine.placement}"
     if resolve_device(config) == "cuda":
         return "staged", "since no other has run on a GPU yet"
     model = model_config(config.model.path)
@@ -31,8 +29,10 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
 
 
 def settled(config: TrainConfig, ranks: int, neighbours: int) -> tuple[TrainConfig, str]:
-    """The recipe with a way in the place of `auto`, and a sentence that says which and why; "" where one was named."""
-    if config.sync.way != "auto":
+    """The recipe with a way in the place of `auto`, and a sentence that says which and why; "" where one was named, or
+    engines are apart: then there is only one.
+    """
+    if config.sync.way != "auto" or placement(config).apart:
         return config, ""
     way, why = chosen_way(config, ranks, neighbours)
     settled = config.model_copy(update={"sync": config.sync.model_copy(update={"way": way})})
@@ -50,17 +50,10 @@ def local_ranks(environ: Mapping[str, str], ranks: int) -> int:
 
 
 def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """What must hold for NCCL to join trainer and engine, or for one of them to use the other's memory."""
+    """What must hold for trainer or engine to use the other's memory."""
     sync = config.sync
     if placement(config).apart:  # `check_placement` has the rest
         return
-    on_cpu = resolve_device(config) == "cpu"
-    if sync.way == "broadcast" and not on_cpu:
-        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html
-        yield (
-            f"sync.way is broadcast, but cuda:{environ.get('LOCAL_RANK', '0')} has a rank and its engine, and NCCL "
-            "cannot join two processes on one GPU: set it to staged"
-        )
     if (home := sync.way.rpartition(":")[0]).endswith(".py") and not os.path.isfile(home):
         yield f"sync.way: {shown(sync.way)} cannot be loaded: there is no file {home}"
     if sync.way == "zero_copy":

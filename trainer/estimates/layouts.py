@@ -22,7 +22,7 @@ class Layout:
 
 def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
     """The recipe with so many ranks that only generate, and what that needs of it; 0: with none."""
-    way = "broadcast" if apart else "staged" if placement(config).apart else config.sync.way
+    way = "auto" if apart else "staged" if placement(config).apart else config.sync.way
     policy = config.policy.model_copy(update={"offload": "none"} if apart else {})
     changed = {
         "engine": config.engine.model_copy(

@@ -19,7 +19,7 @@ from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED
-from trainer.config.placement import engine_workers
+from trainer.config.placement import engine_workers, placement
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.config.slices import prompts_ahead
 from trainer.estimates.model_sizes import (
@@ -168,7 +168,8 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     plan = BucketPlan(
         parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay and way != "storage" else None
     )
-    return BUFFERS * plan.capacity * (2 if way in ("broadcast", "storage") else 1)  # the worker has buffers of its own
+    remote = placement(config).apart or way == "storage"  # so that the worker has buffers of its own
+    return BUFFERS * plan.capacity * (2 if remote else 1)
 
 
 def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:

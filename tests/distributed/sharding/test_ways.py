@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.launch import run_ranks
 
-WAYS = ("staged", "broadcast", "storage", f"{Path(__file__).with_name('way_in_messages.py')}:InMessages")
+WAYS = ("staged", "storage", f"{Path(__file__).with_name('way_in_messages.py')}:InMessages")
 
 
 def check_ways(shared: str) -> None:

@@ -167,8 +167,8 @@ def test_ways_without_common_memory_have_buffers_on_both_sides_and_a_folder_hold
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
     staged, broadcast, storage = (
-        recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, engine={"plain_cpu_weights": True}, sync={"way": way})
-        for way in ("staged", "broadcast", "storage")
+        recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, engine={"plain_cpu_weights": True} | place, sync={"way": way})
+        for place, way in (({}, "staged"), ({"placement": "ranks"}, "auto"), ({}, "storage"))
     )
     in_parts = staging_bytes(staged, sizes, 2, cut=True)
     assert staging_bytes(broadcast, sizes, 2, cut=True) == 2 * in_parts

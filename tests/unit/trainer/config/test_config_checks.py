@@ -417,16 +417,6 @@ def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(
         assert sentence.endswith("install a release of those supported, or set model.routes to recorded")
 
 
-def test_a_broadcast_is_refused_where_engines_stand_on_the_trainer_s_gpu(config: dict) -> None:
-    changes = {"sync": {"way": "broadcast"}, "run": {"device": "cuda"}}
-    (sentence,) = [p for p in problems(config, changes, LOCAL_RANK="3") if p.startswith("sync.way")]
-    assert sentence == (
-        "sync.way is broadcast, but cuda:3 has a rank and its engine, and NCCL cannot join two processes on one GPU: "
-        "set it to staged"
-    )
-    assert problems(config, {"sync": {"way": "broadcast"}}) == []
-
-
 def test_a_way_that_is_not_there_is_named(config: dict) -> None:
     (sentence,) = problems(config, {"sync": {"way": "absent.py:Way"}})
     assert sentence == "sync.way: 'absent.py:Way' cannot be loaded: there is no file absent.py"

@@ -61,7 +61,7 @@ def test_models_that_vllm_keeps_otherwise_are_pulled_as_far_as_can_be(config: di
 
 
 def test_a_way_that_was_named_is_left_alone(config: dict) -> None:
-    for way in ("staged", "pull", "zero_copy", "broadcast"):
+    for way in ("staged", "pull", "zero_copy", "storage"):
         recipe = TrainConfig.model_validate(config | {"sync": {"way": way}})
         assert settled(recipe, 1, 1) == (recipe, "")
 

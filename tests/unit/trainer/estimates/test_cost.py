@@ -121,7 +121,7 @@ def test_memory_that_is_shared_needs_no_sync_and_what_is_put_away_takes_its_time
 
 def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2: Path) -> None:
     """Six of eight ranks train, two generate; weights are gathered and broadcast."""
-    apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 2}, sync={"way": "broadcast"})
+    apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 2})
     costs = by_name(step_costs(apart, BILLION, 8, GPU, LENGTHS))
     six, two = (by_name(step_costs(config(tiny_qwen2), BILLION, ranks, GPU, LENGTHS)) for ranks in (6, 2))
     assert costs["rollout"] == two["rollout"] and "sleep and wake" not in costs
@@ -137,8 +137,8 @@ def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2:
 
 @pytest.mark.parametrize("longer", ["update", "rollout"])
 def test_with_a_lag_the_longer_of_rollout_and_update_counts(tiny_qwen2: Path, longer: str) -> None:
-    apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4}, rollout={"lag": 1}, sync={"way": "broadcast"})
-    without = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4}, sync={"way": "broadcast"})
+    apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4}, rollout={"lag": 1})
+    without = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4})
     gpu = (
         replace(GPU, memory_rate=1e14, flops=1e14) if longer == "update" else replace(GPU, memory_rate=1e12, flops=1e17)
     )
@@ -156,7 +156,7 @@ def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2
     def seconds(apart: int, lag: int) -> float:
         keys: dict[str, Any] = {"policy": {"offload": "none" if apart else "all"}}
         keys |= {"engine": {"placement": "ranks", "ranks": apart} if apart else {}, "rollout": {"lag": lag}}
-        recipe = config(tiny_qwen2, **keys, sync={"way": "broadcast" if apart else "pull"})
+        recipe = config(tiny_qwen2, **keys, sync={"way": "auto" if apart else "pull"})
         return sum(cost.seconds for cost in step_costs(recipe, BILLION, 8, GPU, lengths))
 
     together, without, ahead = compared(plan, BILLION, 8, GPU, lengths)

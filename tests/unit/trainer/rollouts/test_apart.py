@@ -36,7 +36,7 @@ def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) ->
 def test_what_goes_with_engines_apart_is_accepted() -> None:
     assert not problems() and not problems(engine=RANKS) and not problems(engine=RANKS | {"ranks": 3})
     assert not problems(engine=RANKS | {"ranks": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
-    assert not problems(engine=RANKS, lora={"rank": 4, "sync": "merged"}, sync={"way": "broadcast"})
+    assert not problems(engine=RANKS, lora={"rank": 4, "sync": "merged"})
     assert not problems(engine=RANKS, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
     assert not problems(engine=RANKS, checkpoint={"rollouts": True}, model={"path": "m", "routes": "engine"})
     assert not problems(engine={"placement": "ray", "replicas": 7, "tensor_parallel_size": 8})
