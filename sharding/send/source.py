@@ -54,7 +54,7 @@ class WeightSource(Protocol):
         """
 
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
-        """Fill a slot with a part of a parameter, see `Slot`: of every shard what is `start` bytes behind its start.
+        """Fill a slot with a part of a parameter: bytes [start, start + n) of every shard, concatenated. See `Slot`.
         Collective, as `gather_into`.
         """
 
@@ -84,7 +84,7 @@ class FsdpWeightSource:
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
     ) -> None:
         self._tensors, self._dtype, self._layout = dict(named_parameters), dtype, layout
-        self._lying: list[str] | None = None
+        self._local_names: list[str] | None = None
 
     def parameters(self) -> list[SourceParameter]:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
@@ -155,10 +155,10 @@ class FsdpWeightSource:
     @torch.no_grad()
     def shards(self) -> dict[str, torch.Tensor]:
         """This rank's parts of those parameters that need no gather, as they lie in its memory: name -> flat."""
-        if self._lying is None:  # found out once, since asking DTensors takes milliseconds
+        if self._local_names is None:  # found out once, since asking DTensors takes milliseconds
             tensors = self._tensors.items()
-            self._lying = [name for name, t in tensors if shard_group(t) is not None or not _is_cut(t)]
-        return {name: local_part(self._tensors[name]).view(-1) for name in self._lying}
+            self._local_names = [name for name, t in tensors if shard_group(t) is not None or not _is_cut(t)]
+        return {name: local_part(self._tensors[name]).view(-1) for name in self._local_names}
 
     def in_memory(self) -> "FsdpWeightSource":
         """The source of what ranks hold, before anything is made of it: here this one."""
@@ -226,7 +226,7 @@ class StreamSource:
     The iterator may have another order than `info`; what comes before its turn is held until then.
     """
 
-    repeatable = False  # so nothing can be verified by sending it a second time
+    repeatable = False  # so weights are sent whole, and cannot be verified
 
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`info` says what will come: checkpoint name -> [shape, dtype to send it in]."""

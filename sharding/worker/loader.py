@@ -395,10 +395,8 @@ class WeightLoader:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
 
     def _leave_out(self, unread: list[str]) -> None:
-        """Tell what vLLM does without on purpose, such as an encoder's layers behind the one whose features are used
-        (vllm/model_executor/models/clip.py), from what is lost: its loaders have passed over it without a word, as they
-        do at every start of the engine, so it is a weight of the engine's own checkpoint. That no parameter waits for
-        it in vain is seen besides.
+        """Note what vLLM does without on purpose: unread weights of the checkpoint that the engine was started from.
+        An encoder's layers behind the one whose features are used are such (vllm/model_executor/models/clip.py).
         """
         with suppress(SyncError, OSError, ValueError):  # where the checkpoint is not here, nothing is known of it
             own = own_checkpoint(self._config.model_config) if unread else {}
