@@ -24,7 +24,7 @@ import psutil
 from generation.engine import forkserver
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
-from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, routes_problem
+from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -433,29 +433,3 @@ def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
         )
     if settings.on_cpu and settings.worker_extension is None:
         raise ValueError("on CPU noise is keyed by the worker extension: set it to sharding.WORKER_EXTENSION")
-
-
-def check_routes(settings: EngineSettings) -> None:
-    """Raise ValueError where the installed vLLM cannot tell the routes of a mixture."""
-    if not settings.routes:
-        return
-    if settings.on_cpu and settings.worker_extension is None:
-        raise ValueError("on CPU routes are told by the worker extension: set it to sharding.WORKER_EXTENSION")
-    if problem := routes_problem(settings.on_cpu, os.environ):
-        raise ValueError(problem)
-
-
-def check_worker_classes(settings: EngineSettings) -> None:
-    """Raise ValueError where a class for the workers is not there, or an engine on CPU has none to sleep by."""
-    for name in ("worker_extension", "worker_class"):
-        if (path := getattr(settings, name)) is not None:
-            found = None
-            with suppress(ImportError, ValueError):
-                found = find_spec(path.rpartition(".")[0])
-            if found is None:
-                raise ValueError(f"{name} is {path!r}, but its module is not here: name it as package.module.Class")
-    if settings.sleep and settings.on_cpu and settings.worker_extension is None:
-        raise ValueError(
-            "on CPU an engine sleeps by its worker extension, and this one has none: set worker_extension "
-            "(worker_extension_cls) to sharding.WORKER_EXTENSION, or sleep (colocated) to false"
-        )

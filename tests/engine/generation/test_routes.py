@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings
+from generation.engine.settings import EngineSettings, check_routes
 from generation.engine.slices import Turnstile
-from generation.engine.vllm_compat import check_routes, engine_arguments
+from generation.engine.vllm_compat import engine_arguments
 from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM
 from generation.rollouts.episodes import EpisodeSetup, RolloutSettings, rollout

@@ -9,8 +9,7 @@ import pytest
 from generation.engine import Engine
 from generation.engine.engine import WorkerError
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.settings import EngineSettings
-from generation.engine.vllm_compat import check_worker_classes
+from generation.engine.settings import EngineSettings, check_worker_classes
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 
 SETTINGS = EngineSettings("none", 64)
