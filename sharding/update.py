@@ -88,20 +88,22 @@ class Update:
         return self.workers.collect()
 
     def post(self, kind: str, **fields: Any) -> None:
+        """See `Transfer`."""
         self.workers.post(kind, **fields)
 
     def needed_whole(self) -> set[str] | None:
+        """See `Transfer`."""
         asked = [whole for of_rank in exchange([term["whole"] for term in self._terms]) for whole in of_rank]
         return None if None in asked else set().union(*asked)
 
     def push_all(self) -> None:
-        larger = any(
-            parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters
-        )  # alike on all ranks
-        cuts = self._way.cuts and getattr(self.source, "repeatable", True)
-        self.push(self.parameters, self.needed_whole() if larger and cuts else None)
+        """See `Transfer`."""
+        larger = any(parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters)
+        cuts = larger and self._way.cuts and self._repeatable  # alike on all ranks
+        self.push(self.parameters, self.needed_whole() if cuts else None)
 
     def push(self, parameters: list[SourceParameter], whole: Collection[str] | None) -> None:
+        """See `Transfer`."""
         plan = BucketPlan(parameters, self.settings.bucket_bytes, whole)
         with agreed("preparing the buffers"):
             self._way.begin(self.report.version, plan, self.workers.error is None)
