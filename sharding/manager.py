@@ -71,8 +71,8 @@ class ShardingManager:
         """Pair every rank with the worker on its device. Collective; engines must be running.
         `calls`: of engines without a leader, on the rank that holds them: those of their `connect_ipc(endpoints)`.
         """
-        connect = ("hotbunk_connect", self.endpoints()[rank() // self._group_size], self._way.reader)
-        self._lead("connecting workers", lambda engine: engine.call_workers(*connect))
+        endpoints, reader = self.endpoints()[rank() // self._group_size], self._way.reader
+        self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints, reader))
         with agreed("connecting workers"):
             for call in futures(calls):
                 call.result(self._timeout)
@@ -211,12 +211,14 @@ class ShardingManager:
         running = calls or []
         with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait
             if self._leader is not None and calls is None:
-                arguments = "update_weights_via_ipc_zmq", self._session, self._timeout
-                receive = self._leader.engine.receive(*arguments, version=self.report.version)
-                running = [self._leader.thread.submit(receive)]
+                receive = self._leader.engine.receive
+                update = receive(
+                    "update_weights_via_ipc_zmq", self._session, self._timeout, version=self.report.version
+                )
+                running = [self._leader.thread.submit(update)]
         link = Link(self._channel, self._session, self._timeout, lambda: _raise_if_dead(running), self._device_id)
         try:
-            results = self._update.run(self.report, Workers(link), self._session, running)
+            results = self._update.run(self.report, Workers(link), session=self._session, calls=running)
         except BaseException:
             self._give_up(running)
             raise

@@ -240,9 +240,11 @@ class CollectiveSender:
         """
         report, start, running = SyncReport(version), time.perf_counter(), futures(calls)
         self.session += 1
-        arguments = self.session, self._timeout, lambda: raise_if_failed(running)
-        links = [Link(channel, *arguments, f"weights rank {number}") for number, channel in self._channels.items()]
-        self._update.run(report, Workers(*links), self.session, running)
+        links = [
+            Link(channel, self.session, self._timeout, lambda: raise_if_failed(running), f"weights rank {number}")
+            for number, channel in self._channels.items()
+        ]
+        self._update.run(report, Workers(*links), session=self.session, calls=running)
         report.seconds["sync"] = time.perf_counter() - start
         return report
 

@@ -205,7 +205,7 @@ class TrainersApart:
         try:
             if members["joined"]:
                 place = self._line.receive(timeout, "place of the weights group")["place"]
-                self._do("joining the weights group", lambda engine: self._join(engine, *place))
+                self._do("joining the weights group", lambda engine: self._join(engine, place))
             self._do("receiving weights", lambda engine: engine.receive(method, timeout, version=version))
         except Exception:
             if self._replicas is None or self._leader is None:
@@ -228,11 +228,11 @@ class TrainersApart:
         workers = len(self._replicas.members) * self._replicas.settings.tensor_parallel_size
         return {"joined": joined, "workers": workers, "replaceable": True, "reached_from": cluster_address()}
 
-    def _join(self, engine: Engine, ip: str, port: int, world_size: int) -> Coroutine[Any, Any, Any]:
-        group = (ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
+    def _join(self, engine: Engine, place: list[Any]) -> Coroutine[Any, Any, Any]:
+        ip, port, world_size = place
         if self._replicas is not None:
-            return self._replicas.join_group(*group)
-        return engine.ask_workers("init_collective", rank(), *group)
+            return self._replicas.join_group(ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
+        return engine.ask_workers("init_collective", rank(), ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
 
     def _do(self, what: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
         """Have the engine do what rank 0 waits for; its error goes there, too."""
