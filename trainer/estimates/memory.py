@@ -251,7 +251,7 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     """
     policy, model = learner.policy, learner.model
     w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
-    kept, last_norm, working = _activation_bytes(config, policy, model, ranks)
+    targets, kept, last_norm, working = _activation_bytes(config, policy, model, ranks)
     embedding = model.rest if model.tied else model.rest - model.head  # the unit that stays until the end
     ahead = w * model.layer if shards_of(policy, ranks) > 1 else 0
     before, within = w * model.rest + ahead, w * (embedding + model.layer) + ahead
@@ -260,7 +260,8 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     elif deepspeed:
         before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
     logits = cuda_chunk_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
-    tables = (2 * _FLOAT32 + w) * max(logits, MIN_CHUNK * model.config["vocab_size"])
+    vocabulary = model.config["vocab_size"]
+    tables = (2 * _FLOAT32 + w) * min(max(logits, MIN_CHUNK * vocabulary), targets * vocabulary)
     head = _FLOAT32 * model.head + max(tables, w * model.head) if trains else tables
     # ZeRO-1 and 2 collect gradients in two buffers by turns (`setup_buckets` in
     # deepspeed/runtime/zero/stage_1_and_2.py), which also hold the float32 copies.
@@ -283,8 +284,8 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
 
 def _activation_bytes(
     config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int
-) -> tuple[float, float, float]:
-    """For the largest micro-batch: what layers keep for backward, the head's part, and a layer at work in backward.
+) -> tuple[float, float, float, float]:
+    """Targets of the largest micro-batch; what layers keep of it for backward, the head's part, and a layer at work.
 
     A layer at work needs `layer_bytes` again where it is computed again, and gradients of its MLP: two of its width,
     two of the hidden size. The head's part is the last norm and hidden states of targets, of which there are at most as
@@ -303,5 +304,5 @@ def _activation_bytes(
     last_again = policy.activation_checkpointing == "full" or again > model.layers - again  # of two, the first is
     working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
     working += 2 * w * sum(attention_elements(policy, model)) if ways > 1 else 0
-    targets = w * hidden * config.sampling.max_tokens / longest(config)
-    return tokens * kept, tokens * ((_FLOAT32 + w) * hidden + targets), tokens * working
+    targets = tokens * config.sampling.max_tokens / longest(config)
+    return targets, tokens * kept, (tokens * (_FLOAT32 + w) + targets * w) * hidden, tokens * working
