@@ -6,15 +6,15 @@
 #   one that our arguments ask for;
 # - on fake CUDA tensors no device is mixed, and nothing waits for the device;
 # - unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch;
-# - (not passed as a whole yet) tests/gpu, hotbunk doctor and short runs pass on a GPU in software (tests/softgpu/README.md says what that shows), in an environment
-#   of its own, .venv.softgpu.
+# - tests/gpu, hotbunk doctor and short runs pass on a GPU in software, in an environment of its own, .venv.softgpu
+#   (docs/state-of-testing.md says what that shows, and tests/softgpu/README.md what is real there).
 #
 # No kernel of CUDA's is run.
 #
 #   --resolve              first resolve the lock anew, as close to cpu.txt as it can be, and rewrite cuda.txt and cuda_metadata.json
 #   HOTBUNK_VENV=FOLDER    the environment (default: .venv.cuda)
 #
-# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes 9 GB of disk for each of two environments and an hour, and is not part of .ci/run.
+# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes 9 GB of disk for each of two environments and two hours, and is not part of .ci/run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${HOTBUNK_VENV:-$PWD/.venv.cuda}

@@ -21,16 +21,17 @@ RECIPE = (
     "--batch.prompts_per_step 4 --run.step_deadline_s 900 --run.first_step_deadline_s 900 --engine.start_timeout_s 900 "
     "--sync.timeout_s 300"
 )
-LOST = r"AcceleratorError.* on cuda:0"
+WORKER = r"phase sending weights failed on rank 0: SyncError: the worker on [-0-9a-f]+ failed: AcceleratorError"
+LOST = "on cuda:0: CUDA error: unspecified launch failure"
 # Name: ranks, arguments, and what the launcher's last lines have; empty: the run goes on to its end.
 RUNS: dict[str, tuple[int, str, str]] = {
-    "handle": (1, "open 1 1 sync engine", r"phase .* failed on rank 0: .*cannot be opened|mapping of buffer object"),
-    "lost in update": (1, "lost 5 2 update trainer", rf"in phase step 2 > update.*|{LOST}"),
-    "lost in sync": (1, "lost 1 2 sync trainer", rf"in phase step 2 > generation shift.*|{LOST}"),
-    "lost in sync, engine": (1, "lost 1 2 sync engine", r"phase .* failed on rank 0: .*cuda:0"),
+    "handle": (1, "open 1 1 sync engine", f"{WORKER}.*mapping of buffer object failed"),
+    "lost in update": (1, "lost 5 2 update trainer", f"in phase step 2 > update {LOST}"),
+    "lost in sync": (1, "lost 1 2 sync trainer", f"in phase step 2 > generation shift {LOST}"),
+    "lost in sync, engine": (1, "lost 1 2 sync engine", f"{WORKER}.*unspecified launch failure"),
     "lost in rollout": (1, "lost 5 2 rollout engine", ""),
-    "full in update": (1, "malloc 1 2 update trainer", r"in phase step 2 > update on cuda:0.*out of memory"),
-    "killed": (2, "kill 1 2 rollout trainer", r"rank 0: was ended by SIGKILL"),
+    "full in update": (1, "malloc 1 2 update trainer", "in phase step 2 > update on cuda:0: CUDA out of memory"),
+    "killed": (2, "kill 1 2 rollout trainer", "rank 0: was ended by SIGKILL"),
 }
 
 
