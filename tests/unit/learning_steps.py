@@ -151,7 +151,7 @@ class _ThreadedRanks:
     def __init__(self, count: int) -> None:
         self._count, self._local = count, threading.local()
         self.group = SimpleNamespace(WORLD=self)
-        self._barrier = threading.Barrier(count, timeout=30)
+        self._barrier = threading.Barrier(count, timeout=120)
         self._slots: list[Any] = [None] * count
         self._posted: list[list[SimpleQueue[Tensor | None]]] = [
             [SimpleQueue() for _ in range(count)] for _ in range(count)
@@ -172,7 +172,7 @@ class _ThreadedRanks:
 
     def recv(self, tensors: list[Tensor], whom: int, tag: int) -> Any:
         def wait() -> None:
-            found = self._posted[whom][self.get_rank()].get(timeout=30)
+            found = self._posted[whom][self.get_rank()].get(timeout=120)
             if found is None:
                 raise EOFError
             tensors[0].copy_(found)

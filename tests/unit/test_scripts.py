@@ -396,7 +396,7 @@ def test_a_signal_that_train_alone_is_sent_ends_the_check_and_starts_nothing(clo
             assert time.monotonic() < deadline
             time.sleep(0.02)
         train.send_signal(number)
-        assert train.communicate(timeout=20) == (b"", None)
+        assert train.communicate(timeout=120) == (b"", None)
     assert train.returncode == 128 + number and not psutil.pid_exists(int(pid.read_text()))
 
 

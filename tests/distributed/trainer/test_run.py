@@ -58,11 +58,11 @@ def whole(side_by_side: tuple[Run, Run]) -> Run:
 def overdue(recipe: Path) -> Run:
     """The same again, but for an evaluation after each step, until an engine is stopped in the third or a later one."""
     often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
-    run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=8", name="overdue", preloaded=True)
+    run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=20", name="overdue", preloaded=True)
     try:
         run.wait_for_steps(3)
         run.engines()[0].send_signal(signal.SIGSTOP)
-        assert run.wait(60) == 124, run.output()
+        assert run.wait(300) == 124, run.output()
         run.assert_gone()
     finally:
         run.kill_everything()
@@ -126,7 +126,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     """
     monkeypatch.setenv("RESTARTS", "2")
     hanging = f"{ROOT}/tests/distributed/hanging_rollout.py:hangs_in_step_4"
-    settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "12"]
+    settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "30"]
     asked = Run(recipe, *settings, name="broken", preloaded=True)
     asked.wait_for(lambda: "3/6 " in asked.output(), "step 3")
     asked.left_behind()

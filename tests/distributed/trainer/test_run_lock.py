@@ -95,7 +95,7 @@ def ranks(tmp_path: Path, scratch: Path) -> Iterator[StartRank]:
     yield start
     for rank in started:
         rank.process.kill()
-        rank.process.communicate(timeout=30)  # the pipe's end is that of all guardians
+        rank.process.communicate(timeout=120)  # the pipe's end is that of all guardians
 
 
 def test_a_second_start_is_refused_in_a_sentence_that_names_the_first(ranks: StartRank, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_second_start_is_refused_in_a_sentence_that_names_the_first(ranks: Sta
     assert second.line() == f"[hotbunk] {owner}; waiting up to 1 s for that to end\n"
     sentence = second.line()
     assert sentence.startswith(f"{owner}, and still was after 1 s: ")
-    assert second.process.wait(30) == 2
+    assert second.process.wait(120) == 2
     assert first.process.poll() is None
     first.process.kill()
     ranks().takes_it()
@@ -130,10 +130,10 @@ def test_two_ranks_share_the_lock_until_both_are_gone(ranks: StartRank, tmp_path
         both.append(ranks(name, 30, 2))
         both[-1].takes_it()
     both[1 - last].process.kill()
-    both[1 - last].process.communicate(timeout=30)
+    both[1 - last].process.communicate(timeout=120)
     third = ranks("0", 1.0)
     assert f"process {both[0].process.pid} on" in third.line()
-    assert third.process.wait(30) == 2
+    assert third.process.wait(120) == 2
     both[last].process.kill()
     ranks().takes_it()
 
@@ -175,7 +175,7 @@ def test_the_command_waits_for_the_lock_as_long_as_a_run_may_take_to_save(
     assert process.stderr is not None
     line = process.stderr.readline()
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     assert line == f"[hotbunk] {folder} is in use by {owner}; waiting up to 77 s for that to end\n"
 
@@ -218,7 +218,7 @@ def test_a_start_sweeps_what_is_left_of_a_run_killed_with_its_guardians(ranks: S
         member.suspend()  # or some would clean up after the others
     for member in family:
         member.kill()
-    psutil.wait_procs(family, timeout=20)
+    psutil.wait_procs(family, timeout=120)
     assert folder.exists() and pid in [member.pid for member in family]
     ranks().takes_it()
     assert not folder.exists()

@@ -827,7 +827,7 @@ def test_a_body_may_be_so_large_and_take_so_long(strict: OpenAIServer, head: byt
     """The connection ends with the answer: nobody waits for the rest."""
     address = ("127.0.0.1", httpx.URL(strict.base_url).port or 0)
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in GOOD]
+        connections = [stack.enter_context(socket.create_connection(address, timeout=120)) for _ in GOOD]
         for connection, path in zip(connections, GOOD, strict=True):
             start = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\n"
             connection.sendall(start.encode() + b"content-type: application/json\r\n%s\r\n\r\n%s" % (head, body))

@@ -250,7 +250,7 @@ def test_a_tool_that_hangs_costs_its_own_trajectory_an_error(
             first = calls[0] == 1
         if first:
             threading.Event().wait(60)
-        meeting.wait(30)
+        meeting.wait(120)
         return calculate(expression)
 
     tool = make_tool(first_hangs)

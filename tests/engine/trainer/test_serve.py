@@ -46,8 +46,8 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
     family = writers(process.stdout)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 128 + signal.SIGINT
-    psutil.wait_procs(family, timeout=20)
+    assert process.wait(timeout=120) == 128 + signal.SIGINT
+    psutil.wait_procs(family, timeout=120)
     assert writers(process.stdout) == []
 
 
@@ -84,7 +84,7 @@ def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vl
             asked(*[image.data_url()] * 2)
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 128 + signal.SIGINT
+        assert process.wait(timeout=120) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize(

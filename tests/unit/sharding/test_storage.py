@@ -147,7 +147,7 @@ def test_a_reader_of_a_moment_ago_gets_the_update_that_overtook_it(tmp_path: Pat
         reader.start()
         time.sleep(0.3)
         writer(tmp_path, weights(1)).write(1)
-    reader.join(10)
+    reader.join(120)
     assert answers[0][0] == 1
     assert_equal(answers[0][1], weights(1))
 

@@ -272,7 +272,7 @@ def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
     with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=5, workers=1)) as lonely:
         (dying,) = score(lonely, "pid")
         score(lonely, "die later")
-        psutil.Process(int(dying.reward)).wait(timeout=10)
+        psutil.Process(int(dying.reward)).wait(timeout=120)
         (alive,) = score(lonely, "pid")
         assert alive.error == ""
         assert alive.reward != dying.reward
@@ -380,7 +380,7 @@ def test_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
         descendants = psutil.Process(parent.pid).children(recursive=True)
         parent.kill()
     assert len(workers) == 2
-    assert not psutil.wait_procs(descendants, timeout=10)[1]
+    assert not psutil.wait_procs(descendants, timeout=120)[1]
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
     assert isinstance(generation.workers[0], VllmGenerationWorker)
     assert generation.shutdown() is True
     assert generation.shutdown() is True
-    assert not psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=30)[1]
+    assert not psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=120)[1]
     with pytest.raises(EngineStateError, match="closed"):
         generation.generate(input_data)
 

@@ -200,7 +200,7 @@ def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> 
         with lock:
             active[0] += 1
             most[0] = max(most[0], active[0])
-        together.wait(10)  # four at a time, or an error
+        together.wait(120)  # four at a time, or an error
         with lock:
             active[0] -= 1
         return x

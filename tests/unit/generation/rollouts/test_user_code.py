@@ -191,7 +191,7 @@ def test_a_rollout_that_is_given_up_cancels_its_episodes_whatever_they_make_of_i
 
     outcome = thread.submit(cancelled())
     for _ in range(3):
-        assert begun.acquire(timeout=20)
+        assert begun.acquire(timeout=120)
     thread.loop.call_soon_threadsafe(running.result(20).cancel)
     assert outcome.result(20) == "cancelled"
     assert sorted(ended) == [0, 1, 2, 101]

@@ -47,6 +47,6 @@ def test_a_step_is_abandoned_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> N
     settings = RolloutSettings(1, None, 0, 0, step=7)  # type: ignore[arg-type]
     looks = iter([False, True])
     with pytest.raises(StepAbandoned, match="the rollouts of step 7 were given up"):
-        pool.run([], settings, Terms(20, lambda: next(looks)))
+        pool.run([], settings, Terms(120, lambda: next(looks)))
     assert ended == ["cancelled"]
     thread.close()

@@ -47,7 +47,7 @@ class Disk:
         monkeypatch.setattr(checkpoint, "write", self.write)
 
     def write(self, folder: Path, snapshot: checkpoint.Snapshot, group: object) -> Path:
-        assert self.may_write.wait(20)
+        assert self.may_write.wait(120)
         if self.error is not None:
             raise self.error
         self.written.append((snapshot.step, snapshot.tensors["counter.value"].item()))
