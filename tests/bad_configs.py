@@ -147,7 +147,8 @@ RAISED = ["KeyboardInterrupt", "SystemExit(3)", "GeneratorExit", "BaseException(
 CODE = [*(f"raise {one}\n" for one in RAISED), "def f(:\n", "\0", "f = 3\n", "f = max\n", "import f\n"]
 CODE_KEYS = [f"rollout.{key}" for key in ("tools", "custom", "environment", "sampler", "client")] + ["reward.functions"]
 PATH_KEYS = """
-run.output_dir run.name model.path data.path data.eval_path model.tokenizer checkpoint.resume algorithm.teacher
+run.output_dir run.name model.path data.path model.tokenizer checkpoint.resume algorithm.teacher
+eval.datasets.held_out.path
 """.split()  # noqa: SIM905
 RANK_VARIABLES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 EXTRA = """

@@ -144,7 +144,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     level = RolloutLevel(config, tokenizer)
     data, images = rewards.columns(level.data), level.image_rules
     load_prompts(data, tokenizer, images)
-    for dataset in config.held_out.values() if config.eval.every else ():
+    for dataset in config.eval.datasets.values() if config.eval.every else ():
         load_held_out(dataset, data, tokenizer, images)
     check_model(config)
     check_teacher(config, tokenizer)

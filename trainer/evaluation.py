@@ -65,7 +65,7 @@ def load_held_outs(
 ) -> list[HeldOut]:
     """All datasets to evaluate on, in the recipe's order. Raises UserError naming the one that cannot be read."""
     found = []
-    for name, dataset in config.held_out.items():
+    for name, dataset in config.eval.datasets.items():
         prompts = load_held_out(dataset, level.data, tokenizer, level.image_rules)
         sampling = evaluation_sampling(config, dataset, end_ids)
         found.append(HeldOut(name, prompts, sampling, dataset.samples or config.eval.samples))
@@ -73,13 +73,14 @@ def load_held_outs(
 
 
 def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | None, config: EvalConfig) -> Metrics:
-    """eval/NAME/… of every dataset that has a name, and eval/…, their mean, in which each dataset weighs the same.
+    """eval/… of the only dataset; or eval/NAME/… of each, and eval/…, their mean, in which each weighs the same.
 
     `answers` are by dataset. `label` is that of the recipe's first reward function, the one that tells right from
     wrong; None: the reward does.
     """
     figures = {name: dataset_figures(trajectories, label, config) for name, trajectories in answers.items()}
-    metrics = {f"eval/{name}/{key}": value for name, part in figures.items() if name for key, value in part.items()}
+    several = figures.items() if len(figures) > 1 else ()
+    metrics = {f"eval/{name}/{key}": value for name, part in several for key, value in part.items()}
     keys = dict.fromkeys(key for part in figures.values() for key in part)
     return metrics | {f"eval/{key}": _mean([part.get(key, 0.0) for part in figures.values()]) for key in keys}
 

@@ -38,10 +38,10 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
         "model": {"path": str(model)},
         "data": {
             "path": str(folder / "data" / "train.jsonl"),
-            "eval_path": str(folder / "data" / "eval.jsonl"),
             "max_prompt_tokens": 32,
         },
         "sampling": {"max_tokens": 6},
+        "eval": {"datasets": {"held_out": {"path": str(folder / "data" / "eval.jsonl")}}},
         "engine": {"max_model_len": 64, "max_num_seqs": 32, "kv_cache_gib": 0.03125},
         "sync": {"verify": "full", "bucket_mib": 1, "timeout_s": 60},
         "policy": {"dtype": "float32", "lr": 1e-3},
@@ -69,9 +69,10 @@ def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
     rows = [{"prompt": f"Count {n}: ", "image": images[n % 3]} for n in range(36)]
     for name, some in {"seen_train": rows[:24], "seen_eval": rows[24:30]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    data = {"path": str(folder / "seen_train.jsonl"), "eval_path": str(folder / "seen_eval.jsonl")}
+    data = {"path": str(folder / "seen_train.jsonl"), "image_key": "image", "max_images": 2, "max_prompt_tokens": 64}
     sections: dict[str, dict[str, Any]] = {
-        "data": data | {"answer_key": None, "image_key": "image", "max_images": 2, "max_prompt_tokens": 64},
+        "data": data | {"answer_key": None},
+        "eval": {"datasets": {"held_out": {"path": str(folder / "seen_eval.jsonl")}}},
         "engine": {"max_model_len": 96},
     }
     return make_tiny_vlm(folder / "seeing", largest_image=2), sections

@@ -174,7 +174,7 @@ def check_sft(folder: Path) -> None:
         policy = checks.make_policy(source, eps=1e-3)
         meter = SimpleNamespace(phase=lambda name: nullcontext())
         run = SimpleNamespace(config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0), meter=meter)
-        run.held_out = {"": transcripts(checks.make_samples([5, 9, 4]))}
+        run.held_out = {"held_out": transcripts(checks.make_samples([5, 9, 4]))}
         held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
         stats = sft.update(policy, transcripts(checks.make_samples()), config, 0, 0)
         found.append(([stats.loss, stats.grad_norm, held_out], checks.weights(policy)))

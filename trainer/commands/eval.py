@@ -18,7 +18,7 @@ from trainer.commands.generate import add_model_arguments, model_folder, run_fol
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
-from trainer.config.schema import TrainConfig
+from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids, engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
@@ -39,7 +39,7 @@ Results = dict[str, Any]  # the contents of eval.json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command line takes."""
     parser.description = (
-        "Sample answers to the recipe's held-out prompts (data.eval_path or eval.datasets; without them data.path), "
+        "Sample answers to the recipe's held-out prompts (eval.datasets; without them data.path), "
         "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe are overridden by "
         "--section.key value, such as --eval.samples 16 --eval.temperature 0.8 --eval.k '[1, 4, 16]'; "
         "hotbunk train --help lists them."
@@ -76,10 +76,11 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str], ste
     if run.is_file():
         fixed["model.tokenizer"] = None  # the run has saved the one it used
     config = load_config(recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides])
-    if config.held_out:
+    if config.eval.datasets:
         return config
-    data = config.data.model_copy(update={"eval_path": config.data.path, "eval_split": config.data.split})
-    return config.model_copy(update={"data": data})
+    data = config.data
+    datasets = {"data": HeldOutConfig(path=data.path, subset=data.subset, split=data.split)}
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"datasets": datasets})})
 
 
 class Evaluation:
@@ -113,7 +114,7 @@ class Evaluation:
             trajectories = answers[held_out.name]
             sampling = asdict(held_out.sampling)
             datasets[held_out.name] = {
-                "path": self.config.held_out[held_out.name].path,
+                "path": self.config.eval.datasets[held_out.name].path,
                 "prompts": len(held_out.prompts),
                 "prompts_dropped": held_out.prompts.dropped,
                 "samples": held_out.samples,
@@ -158,7 +159,7 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
     console.print(table(results))
     for name, dataset in answers.items():
         for line in failure_lines(dataset, reward_errors(dataset), "count as wrong"):
-            console.print(f"{name or 'evaluation'}: {line}", soft_wrap=True, markup=False)
+            console.print(f"{name}: {line}", soft_wrap=True, markup=False)
     console.print(f"{folder / 'eval.json'}, and every answer in {folder / 'completions.jsonl'}", soft_wrap=True)
     return 0
 
@@ -173,7 +174,7 @@ def table(results: Results) -> RenderableType:
     shown = Table("dataset", *columns, title=title, title_justify="left", header_style="bold")
     for name, figures in datasets.items():
         shown.add_row(
-            name or Path(figures["path"]).stem,
+            name,
             str(figures["prompts"]),
             str(figures["answers"]),
             f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}",

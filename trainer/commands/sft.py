@@ -7,6 +7,7 @@ messages) with its completion in `sft.completion_key`. So is a held-out row, who
 import hashlib
 import math
 import signal
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -115,7 +116,7 @@ class SftRun:
         self.transcripts = load_transcripts(config, self.tokenizer)
         found, dropped = len(self.transcripts.samples), self.transcripts.dropped
         self.screen.note(f"{found} samples from {config.data.path}, {dropped} rows dropped")
-        held_out = config.held_out if config.eval.every else {}
+        held_out = config.eval.datasets if config.eval.every else {}
         self.held_out = {
             name: load_transcripts(config, self.tokenizer, each).samples for name, each in held_out.items()
         }
@@ -171,7 +172,7 @@ class SftRun:
         self.keeper.step_done(metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean negative log-probability of the held-out answers' tokens, for each dataset. Collective."""
+        """The mean negative log-probability of held-out answers' tokens, named as `evaluation_metrics`. Collective."""
         pad_id = self.tokenizer.pad_token_id
         losses: dict[str, float] = {}
         for name, samples in self.held_out.items():
@@ -180,8 +181,9 @@ class SftRun:
                 scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
                 logprobs = sum(float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts)
             loss = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / sum(sample.trainable for sample in samples)
-            losses[f"eval/{name}/loss" if name else "eval/loss"] = loss
-        return losses
+            losses[name] = loss
+        several = losses.items() if len(losses) > 1 else ()
+        return {f"eval/{name}/loss": loss for name, loss in several} | {"eval/loss": statistics.fmean(losses.values())}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """A row in metrics.jsonl; a line on the screen for the first, the last, evaluations, and every ten seconds."""

@@ -112,7 +112,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
 def _check_images(config: TrainConfig) -> Iterator[str]:
     data = config.data
     if not data.max_images:
-        if data.image_key is not None or any(dataset.image_key for dataset in config.held_out.values()):
+        if data.image_key is not None or any(dataset.image_key for dataset in config.eval.datasets.values()):
             yield "data.image_key is set, but data.max_images is 0: set it to the most images that a prompt has"
         return
     if os.path.isdir(config.model.path) and not sees(config.model.path):
@@ -131,11 +131,11 @@ def without_expandable_segments(setting: str) -> str | None:
 
 
 def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
-    named = [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]
+    named = [("data.path", config.data.path)]
     named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
     for key, path in named:
         made = ("reasoning_gym:", *(["verifiers:"] if config.rollout.verifiers else []))
-        if path is None or os.path.exists(path) or path.startswith(made):
+        if os.path.exists(path) or path.startswith(made):
             continue
         if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):  # it looks local
             yield f"{key}: there is no file or folder {path}"
@@ -269,8 +269,8 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
             f"{name} = {samples} leaves some of {ranks} ranks without an answer in an update, since the smallest of "
             f"{updates} has {smallest}: raise batch.prompts_per_step or lower batch.updates_per_step"
         )
-    if config.eval.every and not config.held_out:
-        yield "eval.every is set, but there is nothing to evaluate on: set data.eval_path or eval.datasets"
+    if config.eval.every and not config.eval.datasets:
+        yield "eval.every is set, but there is nothing to evaluate on: set eval.datasets"
 
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
@@ -289,9 +289,7 @@ def _check_evaluation(config: TrainConfig) -> Iterator[str]:
     if config.reward.error_reward and config.reward.failed == "leave_out":
         given = f"reward.error_reward is {config.reward.error_reward:g}"
         yield f"{given}, but reward.failed is leave_out: set that to error_reward, or leave error_reward out"
-    if "" in config.held_out and config.eval.datasets:
-        yield "data.eval_path or eval_split and eval.datasets are both set: name all datasets in eval.datasets"
-    for name, dataset in config.held_out.items():
+    for name, dataset in config.eval.datasets.items():
         samples = dataset.samples or config.eval.samples
         if above := [k for k in config.eval.k if k > samples]:
             key = f"eval.datasets.{name}.samples" if dataset.samples else "eval.samples"

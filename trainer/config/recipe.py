@@ -31,6 +31,9 @@ _DEEPEST = 32  # lists and mappings in one another
 RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
     "algorithm.discount": ("algorithm.gamma", {}),
     "algorithm.trace": ("algorithm.gae_lambda", {}),
+    "data.eval_path": ("eval.datasets.NAME.path", {}),
+    "data.eval_size": ("eval.datasets.NAME.size", {}),
+    "data.eval_split": ("eval.datasets.NAME.split", {}),
     "engine.apart": ("engine.placement", {0: "shared", int: "ranks, and engine.ranks: {}"}),
     "sync.zero_copy": ("sync.way", {True: "zero_copy", False: "staged"}),
 }

@@ -79,14 +79,11 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts to train and to evaluate on."""
+    """Prompts to train on, and the columns that those to evaluate on have as well."""
 
     path: Text = key(..., "jsonl or parquet file, a folder of them, a hub name, or reasoning_gym:NAME?size=1000")
     subset: Text | None = key(None, "configuration of a hub dataset, such as main")
     split: Text = key("train", "split of a folder or hub dataset; slices such as train[:1000] work")
-    eval_path: Text | None = key(None, "held-out prompts; null: path, if eval_split is given")
-    eval_split: Text | None = key(None, "split of the held-out prompts; null: split's default, train")
-    eval_size: Count | None = key(None, "use only the first this many held-out prompts; null: all")
     prompt_key: Text = key("prompt", "column with the prompt: a string, or a list of messages")
     messages_key: Text = key("messages", "column with a list of messages, read where prompt_key is absent")
     answer_key: Text | None = key("answer", "column that rewards see as `answer`, or a.b, a field of one; null: none")
@@ -139,7 +136,7 @@ class EvalConfig(Section):
     k: list[Count] = key([], "estimate pass@k and majority@k for these k, none above samples; empty: neither")
     right_from: Amount = key(1.0, "an answer is right where the first reward function gives at least this")
     datasets: dict[Name, HeldOutConfig] = key(
-        {}, "several held-out datasets by name, in place of data.eval_path; eval/NAME/… tells of each"
+        {}, "held-out datasets by name; where there are several, eval/NAME/… are the figures of one"
     )
 
 
@@ -578,13 +575,3 @@ class TrainConfig(Section):
         if self.rollout.verifiers is not None:
             values["data"]["subset"] = None  # a copy of that section, which `load_config` makes again
         return values
-
-    @property
-    def held_out(self) -> dict[str, HeldOutConfig]:
-        """The datasets to evaluate on, by name; that of data.eval_path or eval_split has the name \"\"."""
-        data = self.data
-        if data.eval_path is None and data.eval_split is None:
-            return self.eval.datasets
-        subset = data.subset if data.eval_path in (None, data.path) else None
-        path, split = data.eval_path or data.path, data.eval_split or "train"
-        return {"": HeldOutConfig(path=path, subset=subset, split=split, size=data.eval_size)} | self.eval.datasets

@@ -25,7 +25,6 @@ class HeldOut:
     """One dataset to evaluate on.
 
     Attributes:
-        name: "" for the only one, which data.eval_path names.
         samples: number of answers for each prompt.
     """
 

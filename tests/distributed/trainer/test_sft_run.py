@@ -28,12 +28,8 @@ def train(folder: str, name: str, resume: str = "none") -> None:
     values = {
         "run": {"name": name, "output_dir": root / "runs", "device": "cpu"},
         "model": {"path": str(root / "start")},
-        "data": {
-            "path": str(root / "data" / "sft.jsonl"),
-            "eval_path": str(root / "data" / "sft.jsonl"),
-            "eval_size": 16,
-        },
-        "eval": {"every": 30},
+        "data": {"path": str(root / "data" / "sft.jsonl")},
+        "eval": {"every": 30, "datasets": {"held_out": {"path": str(root / "data" / "sft.jsonl"), "size": 16}}},
         "checkpoint": {"every": 30, "resume": resume},
         "tracking": {"wandb": "disabled"},
         "policy": {"dtype": "float32", "schedule": "linear"},

@@ -55,7 +55,7 @@ def test_a_client_that_shows_more_goes_on_from_a_warm_start_with_images(tmp_path
     rows = [{"prompt": "Name it: ", "image": f"{28 * n}.png", "answer": str(n)} for n in (1, 2, 3)] * 4
     data = tmp_path / "named.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = sections["data"] | {"path": str(data), "eval_path": None, "answer_key": "answer"}
+    keys = sections["data"] | {"path": str(data), "answer_key": "answer"}
     recipe = write_recipe(
         tmp_path,
         model,

@@ -89,7 +89,7 @@ def test_eval_of_any_model_takes_a_recipe_but_for_its_model(tiny_qwen2: Path, fo
     assert config.model.path == str(tiny_qwen2)
     assert config.engine.load_format == "auto" and not config.engine.sleep
     # Without held-out prompts there are still those of the training.
-    assert [(d.path, d.split) for d in config.held_out.values()] == [("sampled.jsonl", "train[:2]")]
+    assert [(d.path, d.split) for d in config.eval.datasets.values()] == [("sampled.jsonl", "train[:2]")]
 
 
 @pytest.mark.parametrize(

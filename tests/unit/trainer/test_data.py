@@ -37,9 +37,9 @@ def texts(dataset: PromptDataset) -> list[str]:
 
 
 def held_out(data: DataConfig, **named: dict[str, Any]) -> dict[str, PromptDataset]:
-    """What a recipe with this data section evaluates on, and with these entries of eval.datasets."""
+    """What a recipe with this data section and these entries of eval.datasets evaluates on."""
     config = TrainConfig.model_validate({"model": {"path": "m"}, "data": data, "eval": {"datasets": named}})
-    return {name: load_held_out(dataset, data, small_tokenizer()) for name, dataset in config.held_out.items()}
+    return {name: load_held_out(dataset, data, small_tokenizer()) for name, dataset in config.eval.datasets.items()}
 
 
 @pytest.mark.parametrize(("length", "size"), [(10, 4), (7, 7), (5, 12), (1, 3)])
@@ -149,9 +149,10 @@ def test_parquet_and_folders_and_slices(tmp_path: Path) -> None:
     folder.mkdir()
     datasets.Dataset.from_dict(rows).to_parquet(str(folder / "train-0.parquet"))
     datasets.Dataset.from_dict({"prompt": ["d"], "answer": [4]}).to_parquet(str(folder / "test-0.parquet"))
-    config = DataConfig(path=str(folder), eval_split="test", apply_chat_template=False)
+    config = DataConfig(path=str(folder), apply_chat_template=False)
     assert texts(load_prompts(config, small_tokenizer())) == ["a", "b", "c"]
-    assert {name: texts(dataset) for name, dataset in held_out(config).items()} == {"": ["d"]}
+    test = {"path": str(folder), "split": "test"}
+    assert {name: texts(dataset) for name, dataset in held_out(config, test=test).items()} == {"test": ["d"]}
     file = DataConfig(path=str(folder / "train-0.parquet"), split="train[1:]", apply_chat_template=False)
     assert texts(load_prompts(file, small_tokenizer())) == ["b", "c"]
 
@@ -160,8 +161,8 @@ def test_held_out_prompts_are_the_first_ones_and_may_be_absent(tmp_path: Path) -
     path = write(tmp_path / "train.jsonl", {"prompt": "t", "answer": 0})
     other = write(tmp_path / "eval.jsonl", *({"prompt": f"e{index}", "answer": 0} for index in range(5)))
     assert held_out(DataConfig(path=path)) == {}
-    config = DataConfig(path=path, eval_path=other, eval_size=2, apply_chat_template=False)
-    assert texts(held_out(config)[""]) == ["e0", "e1"]
+    config = DataConfig(path=path, apply_chat_template=False)
+    assert texts(held_out(config, other={"path": other, "size": 2})["other"]) == ["e0", "e1"]
 
 
 def test_datasets_to_evaluate_on_may_have_columns_of_their_own(tmp_path: Path) -> None:

@@ -110,12 +110,12 @@ def test_an_answer_in_several_parts_is_one_answer() -> None:
 
 def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """Two to the one prompt, one of them in two parts."""
-    held_out = HeldOut("", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2)
-    recipe = config(data={"path": "d", "eval_path": "questions.jsonl"})
+    held_out = HeldOut("questions", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2)
+    recipe = config(eval={"datasets": {"questions": {"path": "questions.jsonl"}}})
     evaluation = SimpleNamespace(config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"]))
     trajectories = [answer(0, 0, "5", 0.0), answer(0, 0, "4", 1.0), answer(0, 1, "5", 0.0)]
-    results = Evaluation.results(evaluation, {"": as_answers(trajectories)}) | {"seconds": 1.0}  # type: ignore[arg-type]
-    assert (results["datasets"][""]["answers"], results["datasets"][""]["accuracy"]) == (2, 0.5)
+    results = Evaluation.results(evaluation, {"questions": as_answers(trajectories)}) | {"seconds": 1.0}  # type: ignore[arg-type]
+    assert (results["datasets"]["questions"]["answers"], results["datasets"]["questions"]["accuracy"]) == (2, 0.5)
     make_console().print(table(results))
     assert re.search(r"questions\s+│\s+1 │\s+2 │\s+0.500 ± 0.000", capsys.readouterr().out)
 
@@ -131,7 +131,7 @@ def test_what_is_right_is_the_recipes_to_say() -> None:
 def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
     config = EvalConfig(k=[1])
     answers = as_answers(ANSWERS)
-    alone = evaluation_metrics({"": answers}, "match", config)
+    alone = evaluation_metrics({"all": answers}, "match", config)
     assert alone == {f"eval/{key}": value for key, value in dataset_figures(answers, "match", config).items()}
     both = evaluation_metrics({"all": answers, "first": as_answers(ANSWERS[:3])}, "match", config)
     assert both["eval/first/accuracy"] == pytest.approx(2 / 3)
@@ -197,7 +197,7 @@ def config(**sections: Any) -> TrainConfig:
 def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
     datasets = {"a": {"path": "a"}, "b": {"path": "b", "temperature": 0.6, "top_p": 0.9, "max_tokens": 5}}
     recipe = config(eval={"temperature": 0.2, "datasets": datasets}, sampling={"max_tokens": 9, "stop": ["."]})
-    both = [evaluation_sampling(recipe, dataset, [2]) for dataset in recipe.held_out.values()]
+    both = [evaluation_sampling(recipe, dataset, [2]) for dataset in recipe.eval.datasets.values()]
     assert [(s.temperature, s.top_p, s.max_tokens) for s in both] == [(0.2, 1.0, 9), (0.6, 0.9, 5)]
     assert all(s.stop == ["."] and s.stop_token_ids == [2] for s in both)
 
@@ -205,14 +205,10 @@ def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"eval": {"k": [1, 4]}, "data": {"path": "d", "eval_path": "e"}}, "k = 4, but eval.samples = 1: raise it"),
+        ({"eval": {"k": [1, 4], "datasets": {"a": {"path": "a"}}}}, "k = 4, but eval.samples = 1: raise it"),
         (
             {"eval": {"k": [4], "samples": 8, "datasets": {"a": {"path": "a"}, "b": {"path": "b", "samples": 2}}}},
             "k = 4, but eval.datasets.b.samples = 2",
-        ),
-        (
-            {"data": {"path": "d", "eval_path": "e"}, "eval": {"datasets": {"a": {"path": "a"}}}},
-            "are both set: name all datasets in eval.datasets",
         ),
         (
             {"eval": {"datasets": {"a": {"path": "a", "max_tokens": 2000}}}},

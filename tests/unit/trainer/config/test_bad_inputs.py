@@ -17,10 +17,10 @@ from trainer.cli import main
 RECIPE = """
 run: {{device: cpu, output_dir: {0}/runs}}
 model: {{path: {0}/model}}
-data: {{path: {0}/data.jsonl, eval_path: {0}/data.jsonl, max_prompt_tokens: 100}}
+data: {{path: {0}/data.jsonl, max_prompt_tokens: 100}}
 sampling: {{max_tokens: 100}}
 engine: {{max_model_len: 256}}
-eval: {{every: 1}}
+eval: {{every: 1, datasets: {{same: {{path: {0}/data.jsonl}}}}}}
 batch: {{prompts_per_step: 4}}
 reward: {{functions: [{{name: exact_match}}]}}
 """
@@ -140,7 +140,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "data.answer_key = 'solution' is not a column or a field of one",
     ),
     "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
-    "nothing to evaluate on": (nothing, ["--data.eval_path", "null"], "eval.every is set, but there is nothing"),
+    "nothing to evaluate on": (nothing, ["--eval.datasets", "{}"], "eval.every is set, but there is nothing"),
     "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
     "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is not known: did you mean exact_match?"),
     "reward file missing": (nothing, reward("{0}/absent.py:f"), "there is no file {0}/absent.py"),

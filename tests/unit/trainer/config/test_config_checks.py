@@ -87,7 +87,11 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         ({"eval": {"every": 5}}, 1, "eval.every is set, but"),
         ({"reward": {"functions": []}}, 1, "reward.functions is empty"),
         ({"data": {"path": "absent/data.jsonl"}}, 1, "data.path: there is no file or folder absent/data.jsonl"),
-        ({"data": {"eval_path": "/absent"}}, 1, "data.eval_path: there is no file or folder /absent"),
+        (
+            {"eval": {"datasets": {"a": {"path": "/absent"}}}},
+            1,
+            "eval.datasets.a.path: there is no file",
+        ),
         ({"model": {"path": "/absent"}}, 1, "model.path: there is no folder /absent"),
         ({"policy": {"shard_size": 3}}, 4, r"number of ranks = 4 must be divisible by policy.shard_size \(3\)"),
         ({"policy": {"sequence_parallel": 3}}, 4, r"ranks = 4 must be divisible by policy.sequence_parallel \(3\)"),
