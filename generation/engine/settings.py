@@ -85,7 +85,7 @@ def engine_argument_names() -> set[str] | None:
 def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
     """Why the installed vLLM cannot tell the routes of a mixture; None if it can, or is not here.
 
-    On CPU its routers are listened to (`sharding.worker.routes`); on CUDA it tells them itself, by model runner V2.
+    On CPU its routers are listened to (`sharding.worker.cpu`); on CUDA it tells them itself, by model runner V2.
     """
     if (known := engine_argument_names()) is None:
         return None

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_mod
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
 from sharding.worker.recording import Recording, storage_key
-from sharding.worker.routes import RouteRecorder
 from sharding.worker.storage import StorageBuckets, StorageCarrier
+
+if TYPE_CHECKING:
+    from sharding.worker.cpu import RouteRecorder
 
 _PLAIN_ON_CPU = os.environ.get(PLAIN) == "1"
 if _PLAIN_ON_CPU:  # vLLM imports this module before it builds the model
-    from sharding.worker.plain import keep_weights_plain
+    from sharding.worker.cpu import keep_weights_plain
 
     keep_weights_plain()
 
@@ -98,7 +100,7 @@ class VllmInternalWorkerExtension:
     hotbunk_weights: Manifest | None = None
     hotbunk_recording: Recording | None = None
     hotbunk_shared: SharedWeights | None = None
-    hotbunk_routes: RouteRecorder | None = None
+    hotbunk_routes: "RouteRecorder | None" = None
     hotbunk_joining: "Future[Outcome] | None" = None
     hotbunk_by_weight: WeightLoader | None = None
 
@@ -147,6 +149,8 @@ class VllmInternalWorkerExtension:
         """From now on keep the routes of a mixture's tokens; on CPU."""
 
         def record() -> None:
+            from sharding.worker.cpu import RouteRecorder
+
             self.hotbunk_routes = RouteRecorder(self.model_runner, self.get_model())  # type: ignore[attr-defined]
 
         return self._hotbunk_try(record)

@@ -36,7 +36,7 @@ _PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
 
 def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     """The outermost modules that cannot be written in place, or read back; the model itself where oneDNN packs it.
-    `plain_on_cpu`: packing was switched off before the model was built (`sharding.worker.plain`).
+    `plain_on_cpu`: packing was switched off before the model was built (`sharding.worker.cpu`).
     """
     if not plain_on_cpu and next(model.parameters()).device.type == "cpu":
         return [model]

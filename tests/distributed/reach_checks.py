@@ -38,7 +38,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
 
     from generation.engine.cpu_kernels import hide_instructions
     from sharding.worker import extension
-    from sharding.worker.plain import keep_weights_plain
+    from sharding.worker.cpu import keep_weights_plain
 
     hide_instructions(plain=True)  # as an engine's worker does
     extension._PLAIN_ON_CPU = True

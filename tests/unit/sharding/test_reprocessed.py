@@ -7,8 +7,8 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     convert_to_unquantized_kernel_format,
 )
 
+from sharding.worker.cpu import PlainExperts
 from sharding.worker.loader import reprocessed_modules
-from sharding.worker.plain import PlainExperts
 
 
 def with_method(name: str, **attributes: object) -> nn.Module:

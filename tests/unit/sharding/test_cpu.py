@@ -9,7 +9,7 @@ from torch.nn.functional import linear, silu
 from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from sharding.worker.plain import PlainExperts
+from sharding.worker.cpu import PlainExperts
 
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 32
 
