@@ -22,8 +22,8 @@ from trainer.data import Prompt
 from trainer.engines import rank_device
 from trainer.evaluation import evaluation_metrics
 from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
+from trainer.learning.answer_rows import answer_rows, failure_lines, token_rows
 from trainer.learning.answers import Answer
-from trainer.learning.shown import answer_rows, failure_lines, token_rows
 from trainer.rollouts.journal import Journal
 from trainer.rollouts.pool import StepAbandoned, note_answers
 from trainer.rollouts.round import Order, Round

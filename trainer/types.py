@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sharding.ranks import exchange
 from sharding.send.source import local_part
-from trainer.flops import Work
+from trainer.model_structure import Work
 
 if TYPE_CHECKING:
     from generation.images import Image

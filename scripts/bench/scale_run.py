@@ -322,7 +322,7 @@ def others_speak(counted: Counted) -> Iterator[None]:
         mock.patch.object(exchanges, "_swap", swap),
         mock.patch.object(answers_of, "send_to_all", send_to_all),
         mock.patch("trainer.learning.groups.hand_over", handing_over),
-        mock.patch("trainer.learning.shown.all_to_all_bytes", show),
+        mock.patch("trainer.learning.answer_rows.all_to_all_bytes", show),
         mock.patch("sharding.send.push.DigestCheck.different", return_value=[]),  # what was gathered is rank 0's alone
         mock.patch.object(_DistWrapper, "gather_object", plans_of_all),
         mock.patch.object(_DistWrapper, "scatter_object", lambda _, objects: objects[0]),

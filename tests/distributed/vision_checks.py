@@ -21,7 +21,7 @@ from tests.distributed.sequence_checks import sharing
 from tests.seen_rows import make_rows, plain_forward, plain_gradients
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
-from trainer.parts import seeing
+from trainer.model_structure import seeing
 from trainer.types import MicroBatch, Sample
 
 CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from generation.trajectory import Trajectory
 from sharding.ranks import all_reduce_sum, exchange, rank, world_size
 from trainer.config.schema import TrainConfig
-from trainer.flops import ModelFlops, Work
 from trainer.learning.answers import Answer, gather_answers
 from trainer.learning.groups import Group, make_groups
+from trainer.model_structure import ModelFlops, Work
 from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
 
 VOCABULARY = 11

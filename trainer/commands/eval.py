@@ -23,9 +23,9 @@ from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids, engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
 from trainer.evaluation import accuracies, dataset_figures, load_held_outs, standard_error
+from trainer.learning.answer_rows import answer_rows, failure_lines
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import reward_errors
-from trainer.learning.shown import answer_rows, failure_lines
 from trainer.rewards.pool import RewardPool
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.pool import Pool

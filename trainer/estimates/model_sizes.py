@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
-from trainer.flops import ModelFlops
-from trainer.parts import decoder, encoder_layers
+from trainer.model_structure import ModelFlops, decoder, encoder_layers
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
 from trainer.policy.module import sizes_of

@@ -22,7 +22,7 @@ from trainer.estimates.memory import (
     recomputed_layers,
 )
 from trainer.estimates.model_sizes import ModelSizes, compute_width, shard, shards_of
-from trainer.flops import attended
+from trainer.model_structure import attended
 
 MATMUL = 0.68
 """Of the peak, in large bfloat16 products; assumed. Whole steps of Llama 3 come to 0.38 to 0.43 on H100s (Grattafiori

@@ -9,6 +9,7 @@ from sharding.ranks import sum_counts
 from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import longest_answer
+from trainer.learning.answer_rows import TokenFigures, Watched
 from trainer.learning.answers import Answer
 from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import Group, MiniBatch, informative, prepare, split
@@ -23,7 +24,6 @@ from trainer.learning.metrics import (
 )
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.learning.routes import engine_routes, routing_metrics
-from trainer.learning.token_figures import TokenFigures, Watched
 from trainer.policy.critic import Critic
 from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, Outputs, Policy, Scorer

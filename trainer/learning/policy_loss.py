@@ -10,8 +10,8 @@ from trainer.algorithms import corrections, kl, losses
 from trainer.algorithms.aggregation import token_mean_weights, weights
 from trainer.algorithms.losses import clipped_value_loss, log_ratio
 from trainer.config.schema import AlgorithmConfig
+from trainer.learning.answer_rows import TokenFigures
 from trainer.learning.groups import MiniBatch
-from trainer.learning.token_figures import TokenFigures
 from trainer.types import MicroBatch, Outputs
 
 Sums = dict[str, Tensor]

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config.model_file import PACKABLE_LAYERS
 from trainer.errors import UserError
-from trainer.parts import sees
+from trainer.model_structure import sees
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 
 NAME = "hotbunk_sdpa"

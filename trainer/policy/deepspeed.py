@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from sharding.ranks import world_size
 from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.flops import Work
+from trainer.model_structure import Work
 from trainer.policy import hf_format
 from trainer.policy.fsdp import MOMENTS
 from trainer.policy.hf_format import checkpoint_views, parameter_names

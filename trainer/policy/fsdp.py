@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from sharding.ranks import world_size
 from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.flops import Work
-from trainer.parts import decoder, encoder_layers
+from trainer.model_structure import Work, decoder, encoder_layers
 from trainer.policy import hf_format
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value

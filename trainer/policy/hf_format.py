@@ -41,7 +41,7 @@ from sharding.ranks import agreed, is_main
 from trainer.config.model_file import LOGIT_CHANGES
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
-from trainer.parts import decoder, seeing, sees
+from trainer.model_structure import decoder, seeing, sees
 from trainer.policy import attention
 from trainer.policy.lora import is_adapter, low_rank
 

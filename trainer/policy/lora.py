@@ -27,8 +27,7 @@ from sharding.send.push import AdapterFormat
 from sharding.send.source import LowRank, gathered
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
-from trainer.flops import Work
-from trainer.parts import seeing
+from trainer.model_structure import Work, seeing
 from trainer.types import MicroBatch, Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()

@@ -12,8 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.flops import ModelFlops, Work, attended, model_flops
-from trainer.parts import sees
+from trainer.model_structure import ModelFlops, Work, attended, model_flops, sees
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
 from trainer.policy.routing import Routing

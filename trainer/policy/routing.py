@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from trainer.errors import UserError
-from trainer.parts import decoder
+from trainer.model_structure import decoder
 from trainer.types import MicroBatch, RouteFormat
 
 _TOPK = (torch.topk, Tensor.topk)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from generation.images import Image, ImageProcessor
 from trainer.errors import UserError
-from trainer.parts import decoder, encoder_layers
+from trainer.model_structure import decoder, encoder_layers
 from trainer.types import MicroBatch
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from generation.engine.engine import Leader
 from sharding.ranks import agreed, all_reduce_max, all_reduce_sum, world_size
 from trainer.estimates.gpus import peak_flops
-from trainer.flops import Work
+from trainer.model_structure import Work
 from trainer.run.watchdog import Watchdog
 
 _GIB = 1024**3
@@ -79,7 +79,7 @@ class PhaseMeter:
         """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective.
 
         Of updates, in the time of the slowest rank, also throughput/update_tokens_per_s_per_device, prompts included,
-        and throughput/mfu, the share of the devices' peak (`trainer.flops`), where that is known.
+        and throughput/mfu, the share of the devices' peak (`trainer.model_structure`), where that is known.
         """
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
         metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in ("awake", "asleep")}

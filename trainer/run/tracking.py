@@ -16,18 +16,19 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 from urllib.parse import urlparse
 
 from generation.images import Image
 from sharding.ranks import is_main
 from trainer.errors import UserError, shortened
-from trainer.run.alarms import Alarms
 from trainer.run.other_trackers import OTHER_TRACKERS
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
@@ -38,6 +39,9 @@ _ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")  # of the table 
 _TEXT_LIMIT = 4000  # characters of one answer in completions.jsonl
 _QUEUE_LIMIT = 1000  # steps that W&B may lag behind
 _FINISH_SECONDS = 60.0  # for W&B to upload the rest
+_GAP_STEPS = 5  # whose mean gap is compared
+_GAP_TIMES = 4.0  # as large as at first is grown
+_GAP_NOISE = 1e-4  # nats; a gap below is rounding, however it moves
 
 
 class NullTracker:
@@ -195,6 +199,43 @@ class OtherCopy(Copy):
             if item[0] == "log":
                 tracker.log({key: _finite(value) for key, value in item[1].items()})
         tracker.close()
+
+
+class Alarms:
+    """What a run's figures should wake somebody for: a divergence, and a gap between trainer and engine that grows.
+
+    It sees every row of metrics.jsonl in order, and tells of each kind of trouble once.
+    """
+
+    def __init__(self, earlier: Rows) -> None:
+        """`earlier` are rows that have been looked at before."""
+        self._first: list[float] = []
+        self._latest: deque[float] = deque(maxlen=_GAP_STEPS)
+        self._told: set[str] = set()
+        for row in earlier:
+            list(self.heed(row))
+
+    def heed(self, row: dict[str, float | None]) -> Iterator[tuple[str, str]]:
+        """A title and a sentence for each trouble that this row is the first to show."""
+        step = row["train/step"]
+        troubles = {}
+        figures = {key: row[key] for key in ("loss", "grad_norm", "gap/mean") if key in row}
+        broken = [key for key, value in figures.items() if value is None or not math.isfinite(value)]
+        if broken or row.get("skipped_steps"):
+            what = f"{', '.join(broken)} not finite" if broken else "an update was skipped, its loss not finite"
+            troubles["Divergence"] = f"step {step}: {what}"
+        gap = row.get("gap/mean")
+        if gap is not None and math.isfinite(gap):
+            self._latest.append(gap)
+            if len(self._first) < _GAP_STEPS:
+                self._first.append(gap)
+            first, latest = fmean(self._first), fmean(self._latest)
+            if latest > max(_GAP_TIMES * first, _GAP_NOISE):
+                troubles["The gap grows"] = (
+                    f"step {step}: trainer and engine are {latest:.1e} nats apart on average, {first:.1e} at first"
+                )
+        yield from ((title, text) for title, text in troubles.items() if title not in self._told)
+        self._told |= troubles.keys()
 
 
 class WandbCopy(Copy):

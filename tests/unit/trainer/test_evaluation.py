@@ -33,8 +33,8 @@ from trainer.evaluation import (
     evaluation_metrics,
     standard_error,
 )
+from trainer.learning.answer_rows import failure_lines
 from trainer.learning.metrics import reward_errors
-from trainer.learning.shown import failure_lines
 from trainer.rewards import RewardPool
 from trainer.rollouts.sampling import HeldOut, random_states_kept
 from trainer.run.screen import make_console

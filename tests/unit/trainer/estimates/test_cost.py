@@ -14,7 +14,7 @@ from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.layouts import Layout, compared, comparison
 from trainer.estimates.model_sizes import ModelSizes
 from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_traffic
-from trainer.flops import ModelFlops
+from trainer.model_structure import ModelFlops
 
 GPU = Gpu(flops=1e15, memory_gib=80, memory_rate=4e12, link_rate=4e11, network_rate=5e10, pattern="")
 LENGTHS = Lengths(prompt=100, answer=300)

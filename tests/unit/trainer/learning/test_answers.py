@@ -19,11 +19,11 @@ from tests.unit.learning_steps import as_answers, on_ranks, random_step
 from trainer.config.schema import AlgorithmConfig
 from trainer.errors import UserError
 from trainer.learning import rollout_metrics
+from trainer.learning.answer_rows import answer_rows, text_by_author
 from trainer.learning.answers import gather_answers, hand_over
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
 from trainer.learning.metrics import engine_gap, named_sums, over_ranks
-from trainer.learning.shown import answer_rows, text_by_author
 from trainer.types import Sample
 
 

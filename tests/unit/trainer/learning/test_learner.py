@@ -6,10 +6,10 @@ import torch
 from generation.trajectory import Trajectory
 from tests.unit.learning_steps import as_answers, as_step, on_ranks
 from trainer.config.schema import TrainConfig
-from trainer.flops import ModelFlops, Work
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample
 from trainer.learning.metrics import GAP_ANSWERS
+from trainer.model_structure import ModelFlops, Work
 from trainer.types import Outputs, UpdateStats
 
 PAD = 0

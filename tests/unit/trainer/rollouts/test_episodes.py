@@ -16,10 +16,10 @@ from trainer.config.checks import find_problems
 from trainer.config.schema import RewardConfig, TrainConfig
 from trainer.data import Prompt
 from trainer.errors import UserError
+from trainer.learning.answer_rows import answer_rows, failure_lines
 from trainer.learning.groups import MiniBatch, make_groups, to_sample
 from trainer.learning.metrics import rollout_metrics
 from trainer.learning.policy_loss import PolicyLoss
-from trainer.learning.shown import answer_rows, failure_lines
 from trainer.rewards import RewardPool, RewardResult
 from trainer.rewards.loading import TAKEN
 from trainer.rollouts.level import RolloutLevel

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.config.schema import LoraConfig
 from trainer.estimates.gpus import peak_flops
-from trainer.flops import Work, attended, model_flops
 from trainer.learning.batching import micro_batches
+from trainer.model_structure import Work, attended, model_flops
 from trainer.policy.lora import add_adapters
 from trainer.policy.module import PolicyModule, outputs
 from trainer.run import meters

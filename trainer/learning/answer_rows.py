@@ -1,20 +1,24 @@
-"""What people get to see of a step's answers: the rows of completions.jsonl and tokens.jsonl."""
+"""Some of a step's answers for people to look at: rows of completions.jsonl and tokens.jsonl, lines about failures."""
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import msgspec
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from generation.images import thumbnail
 from generation.trajectory import Trajectory
-from sharding.ranks import all_to_all_bytes, world_size
+from sharding.ranks import all_to_all_bytes, is_main, world_size
 from trainer.data import Prompt
 from trainer.learning.answers import Answer, failed_episodes
-from trainer.learning.metrics import Metrics
-from trainer.learning.token_figures import Watched
+from trainer.learning.groups import MiniBatch
+from trainer.types import MicroBatch, Outputs
+
+_LONGEST = 2000  # tokens of an answer that are kept
 
 
 def answer_rows(
@@ -44,7 +48,7 @@ def answer_rows(
     return rows
 
 
-def failure_lines(answers: Sequence[Answer], figures: Metrics, fate: str = "are left out") -> Iterator[str]:
+def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: str = "are left out") -> Iterator[str]:
     """A line for the answers on which reward functions failed, of whose `fate` it tells, and one for other failures.
 
     `figures` hold `reward_errors` of the answers.
@@ -64,6 +68,51 @@ def text_by_author(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -
     pairs = zip(trajectory.response_ids, trajectory.loss_mask, strict=True)
     parts = [(bool(mine), [token for token, _ in part]) for mine, part in groupby(pairs, key=lambda pair: pair[1])]
     return [(tokenizer.decode(ids, skip_special_tokens=True), mine) for mine, ids in parts]
+
+
+@dataclass
+class Watched:
+    """One trajectory on the way through its update; K is the number of its tokens from the first trained one on."""
+
+    answer: Answer
+    ids: list[int] = field(default_factory=list)  # K
+    figures: dict[str, list[float | None]] = field(default_factory=dict)  # K each; None where nothing was trained
+
+
+class TokenFigures:
+    """Keeps the figures of the first trajectories that rank 0 trains on in a step, as its first pass leaves them.
+
+    It only reads: what is computed is the same with and without it. On other ranks it does nothing.
+    """
+
+    def __init__(self, count: int, minibatches: list[MiniBatch]) -> None:
+        """Watch up to `count` trajectories, of the step's first update."""
+        self._wanted: dict[int, Watched] = {}
+        self._found: list[tuple[Watched, list[Tensor]]] = []
+        if is_main() and count and minibatches:
+            answers = [t for group in minibatches[0].groups for episode in group for t in episode]
+            self._wanted = {place: Watched(answers[place]) for place in minibatches[0].shares[0][:count]}
+
+    def note(self, batch: MicroBatch, outputs: Outputs) -> None:
+        """Take what there is of a micro-batch of the first update; tensors stay on the device until `take`."""
+        for row, place in enumerate(batch.rows):
+            if (watched := self._wanted.pop(place, None)) is not None:
+                tensors = (batch.input_ids[:, 1:], batch.loss_mask, batch.engine_logprobs, batch.advantages)
+                own = [each[row, : batch.lengths[row] - 1] for each in (*tensors, outputs.logprobs, outputs.entropy)]
+                self._found.append((watched, [each.detach().clone() for each in own]))
+
+    def take(self) -> list[Watched]:
+        """Gap (nats, trainer less engine), entropy (nats) and advantage of each token that was trained."""
+        for watched, tensors in self._found:
+            ids, mask, engine, advantages, logprobs, entropy = (each.tolist() for each in tensors)
+            start = next((place for place, trained in enumerate(mask) if trained), len(mask))
+            part = slice(start, start + _LONGEST)
+            gaps = [own - other for own, other in zip(logprobs, engine, strict=True)]
+            watched.ids = ids[part]
+            for name, values in (("gap", gaps), ("entropy", entropy), ("advantage", advantages)):
+                told = zip(values[part], mask[part], strict=True)
+                watched.figures[name] = [value if trained else None for value, trained in told]
+        return [watched for watched, _ in self._found]
 
 
 def token_rows(
