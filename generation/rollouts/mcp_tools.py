@@ -130,12 +130,6 @@ def _described(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _mcp_error() -> type[Any]:
-    from mcp import MCPError
-
-    return MCPError
-
-
 def _client(server: McpServer, errors: IO[bytes]) -> "Client":
     from mcp import Client, StdioServerParameters
 
@@ -217,11 +211,13 @@ class _Session:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The tool's reply as text. Raises RuntimeError with the server's words where it reports an error."""
+        from mcp import MCPError
+
         client = await asyncio.shield(self._client)
         self.output.characters = self.output.lines = 0
         try:
             result = await client.call_tool(name, arguments)
-        except _mcp_error() as error:
+        except MCPError as error:
             self.ended |= error.code == _CONNECTION_CLOSED
             if self.ended and self.output.refused:
                 raise RuntimeError(f"the MCP server {self.output.server!r}: {self.output.refused}") from error

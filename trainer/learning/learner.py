@@ -84,7 +84,9 @@ class Learner:
         if signal:
             metrics |= self._update_policy(minibatches, step)
         if self._critic is not None and minibatches:
-            metrics |= self._update_critic(self._critic, minibatches, step)
+            passes = self._passes(minibatches, step)
+            updates = [self._critic.update(m.batches, CriticLoss(algorithm, m), place) for m, place in passes]
+            metrics |= critic_metrics(updates)
         metrics |= gap
         if self._policy.routing is not None:
             metrics |= routing_metrics(self._policy.routing, int(metrics["updates"]))
@@ -142,10 +144,6 @@ class Learner:
             routing.pull = None
         stale = stale_metrics(old) if self._config.rollout.ages else {}
         return update_metrics(updates) | engine_gap(gaps, algorithm) | stale
-
-    def _update_critic(self, critic: Critic, minibatches: list[MiniBatch], step: int) -> Metrics:
-        algorithm, passes = self._config.algorithm, self._passes(minibatches, step)
-        return critic_metrics([critic.update(each.batches, CriticLoss(algorithm, each), at) for each, at in passes])
 
     def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
         """The batch of each update of a step, and its place in the run (`learning_rate_factor`)."""

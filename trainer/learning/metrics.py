@@ -234,8 +234,5 @@ def named_sums(pairs: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int
         numbers.setdefault(name, []).append(float(number))
     ranks = exchange(numbers)
     columns = {name: [number for rank in ranks for number in rank.get(name, ())] for name in sorted({*chain(*ranks)})}
-    return {name: (_sum(column), len(column)) for name, column in columns.items()}
-
-
-def _sum(numbers: list[float]) -> float:
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+    sums = {name: math.fsum(c) if all(map(math.isfinite, c)) else math.nan for name, c in columns.items()}
+    return {name: (sums[name], len(column)) for name, column in columns.items()}

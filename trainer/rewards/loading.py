@@ -74,7 +74,7 @@ class TrlReward:
         asked = next((row[key] for key in ("prompt", "messages") if row.get(key)), prompt)
         answer = completion if isinstance(asked, str) else [{"role": "assistant", "content": completion}]
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-        given = columns | {"prompts": [asked], "completions": [answer], **dict.fromkeys(_TRL_LOGGERS, _log_nothing)}
+        given = columns | {"prompts": [asked], "completions": [answer], **dict.fromkeys(_TRL_LOGGERS, lambda *_: None)}
         if trajectory is not None:
             given["completion_ids"] = [trajectory.response_ids[trajectory.answer_start :]]
         if self.names is not None:
@@ -84,10 +84,6 @@ class TrlReward:
         if len(rewards) != 1:
             raise ValueError(f"it gave {len(rewards)} rewards for one completion")
         return 0.0 if rewards[0] is None else rewards[0]  # None: it does not apply to this row
-
-
-def _log_nothing(*_: Any) -> None:
-    """Takes the place of TRL's loggers."""
 
 
 def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
