@@ -107,7 +107,7 @@ def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: E
         verdicts = [[not _failed(e) and _score(e, label) >= config.right_from for e in answers] for answers in prompts]
         votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in prompts]
         figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
-        figures[f"majority@{k}"] = _mean([majority_at_k(*pair, k) for pair in zip(votes, verdicts, strict=True)])
+        figures[f"majority@{k}"] = _mean([majority_at_k(v, right, k) for v, right in zip(votes, verdicts, strict=True)])
     return figures
 
 

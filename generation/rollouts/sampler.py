@@ -150,7 +150,8 @@ async def sample_batch(
     except Exception as error:
         if llm.fatal is not None:
             raise llm.fatal from error
-        failures = [Trajectory(*p.place, p.token_ids, weight_version=settings.policy_version) for p in batch]
+        version = settings.policy_version
+        failures = [Trajectory(p.prompt_index, p.sample_index, p.token_ids, weight_version=version) for p in batch]
         for failure in failures:
             failure.finish_reason, failure.error = "error", f"the sampler raised {described(new_way(error))}"
             await on_sample(failure)

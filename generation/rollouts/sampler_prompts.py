@@ -80,8 +80,18 @@ def prompt_batch(
     for i in indices:
         text, (stored, spans) = tokenizer.decode(list(prompts[i])), images[i] if images else ((), ())
         read = tuple(image.read() for image in stored)
-        told = messages[i] if messages else None, rows[i] if rows else None, read, spans
-        batch += [PromptText(text, prompts[i], i, sample, *told) for sample in range(group_size)]
+        for sample in range(group_size):
+            prompt = PromptText(
+                text,
+                prompts[i],
+                prompt_index=i,
+                sample_index=sample,
+                messages=messages[i] if messages else None,
+                row=rows[i] if rows else None,
+                images=read,
+                image_spans=spans,
+            )
+            batch.append(prompt)
     return batch
 
 

@@ -144,8 +144,13 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
     images = settings.image_rules
     engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations, images)
-    parsers = settings.tool_parser, settings.reasoning_parser
-    app = await build_openai_app(engine, settings.model_name, *parsers, engine.check)
+    app = await build_openai_app(
+        engine,
+        settings.model_name,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        check=engine.check,
+    )
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
 

@@ -154,17 +154,35 @@ class Conversations(dict[str, Conversation]):
         if sum(each.by_request == by_request for each in self.values()) >= self._limit:
             raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
 
-    def open(self, key: str = "", *, by_request: bool = False, **own: Any) -> Conversation:
-        """Begin to capture the answers under `key`, or under a new one that cannot be guessed.
+    def open(
+        self,
+        key: str = "",
+        *,
+        by_request: bool = False,
+        sampling: SamplingSettings | None = None,
+        seed: int | None = None,
+        policy_version: int | None = None,
+        turnstile: Turnstile | None = None,
+        row_images: tuple[Image, ...] = (),
+    ) -> Conversation:
+        """Begin to capture the answers under `key`, or under a new one that cannot be guessed; see `Conversation`.
 
-        `own` are further fields of the conversation. Raises ValueError where it is open already, TooManyConversations
-        where the server keeps no more.
+        Raises ValueError where it is open already, TooManyConversations where the server keeps no more.
         """
         key = key or f"hotbunk-{secrets.token_urlsafe(24)}"
         if key in self:
             raise ValueError(f"trajectory {key!r} is being captured already; take it first, or choose another key")
         self.check_room(by_request)
-        opened = Conversation(key, ChatHistory(self._tokenizer, self._ends), by_request, **own)
+        opened = Conversation(
+            key,
+            ChatHistory(self._tokenizer, self._ends),
+            by_request=by_request,
+            sampling=sampling,
+            seed=seed,
+            policy_version=policy_version,
+            turnstile=turnstile,
+            row_images=row_images,
+        )
         self[key] = self.places[opened.place] = opened
         return opened
 

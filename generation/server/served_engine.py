@@ -124,8 +124,9 @@ class ServedEngine:
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
             answer = Unfinished(asked.ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
-            images = asked.images, asked.spans
-            outputs = await self._worker.request_in_slices(answer, own, turnstile, *images, **options)
+            outputs = await self._worker.request_in_slices(
+                answer, own, turnstile, images=asked.images, image_spans=asked.spans, **options
+            )
             sampled.versions[index] = answer.versions
             return outputs[0], joined_slices(outputs, own, self._tokenizer, index)
 
@@ -282,9 +283,16 @@ class _Sampled:
             # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
             raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
         versions = [(self.version, 0)] if self.version is not None else self.versions[choice.index]
-        known = {"prompt_ids": self.asked.ids, "versions": versions, "routes": choice.routed_experts}
-        known |= {"images": self.asked.images, "image_spans": self.asked.spans}
-        return Generation(ids, logprobs, choice.finish_reason, **known)
+        return Generation(
+            ids,
+            logprobs,
+            choice.finish_reason,
+            prompt_ids=self.asked.ids,
+            versions=versions,
+            routes=choice.routed_experts,
+            images=self.asked.images,
+            image_spans=self.asked.spans,
+        )
 
 
 def joined_slices(

@@ -215,11 +215,14 @@ class VllmInternalWorkerExtension:
         `update_weight` says. Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`; this worker's rank is
         its rank in the engine + `rank_offset`.
         """
-        place, joining = (rank_offset - 1, master_address, int(master_port), world_size), self.hotbunk_joining
+        port, joining = int(master_port), self.hotbunk_joining
         if joining is not None and not joining.done():
             return self._hotbunk_outcome("it is joining a weights group already")
         self.hotbunk_joining = joining = Future()
-        join = lambda: joining.set_result(self.init_collective(*place))  # noqa: E731 - it never raises
+
+        def join() -> None:  # it never raises
+            joining.set_result(self.init_collective(rank_offset - 1, master_address, port, world_size))
+
         threading.Thread(target=join, name="weights-group-join", daemon=True).start()
         return self._hotbunk_outcome(None)
 

@@ -19,16 +19,9 @@ from sharding.ranks import agreed, all_to_all_bytes, rank, send_to_all, world_si
 from trainer.errors import UserError
 from trainer.types import RouteFormat, Sample
 
-_FIELDS = {
-    "prompt_index": "<i4",
-    "sample_index": "<u2",
-    "reward": "<f8",
-    "length": "<i4",
-    "sampled": "<i4",
-    "turns": "<u2",
-    "runs": "<u2",
-}
-ROW = np.dtype([*_FIELDS.items(), ("flags", "u1")])
+ROW = np.dtype("<i4, <u2, <f8, <i4, <i4, <u2, <u2, u1")
+"""Prompt, sample, reward, length, sampled tokens, turns, runs of sampled tokens, and flags of an `Answer`."""
+
 _FAILED, _CUT, _FIRST, _MISJUDGED = 1, 2, 4, 8
 
 
@@ -77,10 +70,11 @@ def gather_answers(own: Sequence[Trajectory], details: bool = False, version: in
         packed = msgspec.msgpack.encode((rows, turns, old, parts))
     answers = []
     for who, told in enumerate(send_to_all(packed)):
-        message = msgspec.msgpack.decode(
+        rows, turns, old, parts = msgspec.msgpack.decode(
             told, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
         )
-        answers += _decoded(who, own if who == rank() else None, *message)
+        here = own if who == rank() else None
+        answers += _decoded(who, here, rows=rows, turns=turns, old=old, parts=parts)
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
     for name in ("error", "misjudged"):
         if first := next((a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None):
@@ -124,6 +118,7 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
 def _decoded(
     who: int,
     own: Sequence[Trajectory] | None,
+    *,
     rows: bytes,
     turns: dict[int, list[float]],
     old: dict[int, int],
@@ -132,18 +127,32 @@ def _decoded(
     """One rank's answers; `own`: this rank's trajectories, if they are its own."""
     answers = []
     for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
-        *figures, flags = row
-        fields = dict(zip(_FIELDS, figures, strict=True))
+        prompt, sample, reward, length, sampled, count, runs, flags = row
         trajectory = own[index] if own is not None else None
         afar = f"an error on rank {who}"
         error = (trajectory.error if trajectory else afar) if flags & _FAILED else ""
         misjudged = (trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else ""
         given, vote = parts[index] if parts else ({}, None)
-        cut, begins = bool(flags & _CUT), bool(flags & _FIRST)
-        fields |= {"cut": cut, "begins": begins, "misjudged": misjudged, "trajectory": trajectory}
-        fields["old"] = old.get(index, 0)
-        own_rewards = turns.get(index, [])
-        answers.append(Answer(who, error=error, turn_rewards=own_rewards, reward_parts=given, vote=vote, **fields))
+        answer = Answer(
+            rank=who,
+            prompt_index=prompt,
+            sample_index=sample,
+            reward=reward,
+            length=length,
+            sampled=sampled,
+            turns=count,
+            runs=runs,
+            cut=bool(flags & _CUT),
+            begins=bool(flags & _FIRST),
+            misjudged=misjudged,
+            error=error,
+            turn_rewards=turns.get(index, []),
+            old=old.get(index, 0),
+            trajectory=trajectory,
+            reward_parts=given,
+            vote=vote,
+        )
+        answers.append(answer)
     return answers
 
 

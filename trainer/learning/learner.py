@@ -160,6 +160,7 @@ def updates_asked(config: TrainConfig) -> int:
 def mark_decisive(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
     """Choose the tokens of highest entropy among those of an optimizer step, all ranks. Collective."""
     own = torch.cat([batch.trained(o.entropy) for batch, o in zip(batches, outputs, strict=True)])
-    threshold = entropy_threshold(*over_ranks(own), share)
+    count, nth_smallest = over_ranks(own)
+    threshold = entropy_threshold(count, nth_smallest, share)
     for batch, output in zip(batches, outputs, strict=True):
         batch.decisive = high_entropy_mask(output.entropy, batch.loss_mask, threshold)

@@ -125,7 +125,8 @@ class Routing:
         self, model: PreTrainedModel, routers: dict[int, str], record: bool = False, gradient_scale: float = 1.0
     ) -> None:
         """Wrap the routers that `find_routers` gave for this model, or for one like it."""
-        self.format = RouteFormat(tuple(routers), *_sizes(model))
+        experts, top_k = _sizes(model)
+        self.format = RouteFormat(tuple(routers), experts=experts, top_k=top_k)
         self.record, self.gradient_scale = record, gradient_scale
         self.groups: int = getattr(model.config.get_text_config(), "n_group", None) or 1
         self.rows: Tensor | None = None  # [N, layers, k] of the model's N input tokens; None: the router decides

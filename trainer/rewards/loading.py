@@ -128,7 +128,8 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
     if "completions" in (parameters := _parameters(name, function)):
-        return BoundReward(label, *_bind_trl(name, function, parameters, kwargs), kwargs, extract)
+        reward, keywords = _bind_trl(name, function, parameters, kwargs)
+        return BoundReward(label, reward, keywords, kwargs, extract)
     return BoundReward(label, function, _keywords(name, function, kwargs), kwargs, extract)
 
 

@@ -192,10 +192,18 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
     """The run's record, with its recipe beside it, masked in other trackers; later metrics are dropped."""
-    own, resumed_from = config.tracking.model_dump(exclude={"tokens_per_step"}), state.step or None
-    own["patience"] = config.checkpoint.patience_s
-    recipe = masked(config.recorded())
-    tracker = make_tracker(config.run.folder, recipe, name=config.run.name, resumed_from=resumed_from, **own)
+    tracking = config.tracking
+    tracker = make_tracker(
+        config.run.folder,
+        masked(config.recorded()),
+        name=config.run.name,
+        project=tracking.project,
+        wandb=tracking.wandb,
+        completions_per_step=tracking.completions_per_step,
+        also=tracking.also,
+        resumed_from=state.step or None,
+        patience=config.checkpoint.patience_s,
+    )
     if is_main():
         write_whole(config.run.folder / "config.yaml", to_yaml(config), PRIVATE)
     return tracker

@@ -108,8 +108,15 @@ class Trackio:
         """`earlier` are the rows of the steps that a resumed run has behind it."""
         import trackio
 
-        own: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run: Any = trackio.init(project, name=name, config=config, resume="allow" if earlier else "never", **own)
+        self._run: Any = trackio.init(
+            project,
+            name=name,
+            config=config,
+            resume="allow" if earlier else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
         self._next = self._run._next_step  # after the last that the store has (trackio/run.py, 0.43)
         for row in earlier:
             self.log(row)

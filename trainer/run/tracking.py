@@ -17,7 +17,7 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -29,7 +29,7 @@ from urllib.parse import urlparse
 from generation.images import Image
 from sharding.ranks import is_main
 from trainer.errors import UserError, shortened
-from trainer.run.other_trackers import OTHER_TRACKERS
+from trainer.run.other_trackers import OTHER_TRACKERS, OtherTracker
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
 WandbMode = Literal["auto", "offline", "online", "disabled"]
@@ -188,13 +188,13 @@ class Copy:
 class OtherCopy(Copy):
     """The copy in one of the trackers of `tracking.also`."""
 
-    def __init__(self, name: str, *arguments: Any) -> None:
-        """`arguments` are those of the tracker; see `OTHER_TRACKERS`."""
-        self._arguments = arguments
+    def __init__(self, name: str, start: Callable[[], OtherTracker]) -> None:
+        """`start` makes the tracker of that name, on this copy's thread."""
+        self._start = start
         super().__init__(name)
 
     def _work(self) -> None:
-        tracker = OTHER_TRACKERS[self.name](*self._arguments)
+        tracker = self._start()
         while (item := self._queue.get())[0] != "finish":
             if item[0] == "log":
                 tracker.log({key: _finite(value) for key, value in item[1].items()})
@@ -321,7 +321,11 @@ def make_tracker(
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
-    copies: list[Copy] = [OtherCopy(other, folder, config, earlier, name, project) for other in also]
+    copies: list[Copy] = []
+    for other in also:
+        make = OTHER_TRACKERS[other]
+        start = partial(make, folder=folder, config=config, earlier=earlier, name=name, project=project)
+        copies.append(OtherCopy(other, start))
     mode = _resolve(wandb)
     if mode == "disabled":
         return Tracker(folder, last, completions_per_step, copies, patience)

@@ -438,8 +438,8 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
     rows: list[dict[str, Any]] = []
 
     class Failing:
-        def __init__(self, *arguments: Any) -> None:
-            assert arguments == (tmp_path, {"run": {"seed": 1}}, [], "demo", "hotbunk")
+        def __init__(self, folder: Path, config: dict[str, Any], earlier: list[Any], name: str, project: str) -> None:
+            assert (folder, config, earlier, name, project) == (tmp_path, {"run": {"seed": 1}}, [], "demo", "hotbunk")
 
         def log(self, row: dict[str, Any]) -> None:
             rows.append(row)
