@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from generation.engine import forkserver
 from generation.engine.engine import Engine, Leader
 from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.replicas import ReplicatedEngine, join_cluster
@@ -130,8 +129,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
 
     Returns the job's exit status; 2, with a sentence on stderr, for mistakes that the user can mend.
     """
-    if settings.on_cpu:
-        fork_engines()
+    stop_forking = fork_engines() if settings.on_cpu else lambda: None
     processes.install_signal_handlers(lambda: command)
     print(f"starting vLLM with {settings.model}", file=sys.stderr)
     leader = None
@@ -145,7 +143,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
         return 2
     finally:
         stop_engine(leader)
-        forkserver.stop()
+        stop_forking()
 
 
 def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:

@@ -3,7 +3,6 @@
 import os
 from contextlib import ExitStack
 
-from generation.engine import forkserver
 from generation.engine.vllm_compat import fork_engines
 from sharding.ranks import EVERYBODY, rank, world_size
 from trainer.build import joined
@@ -18,12 +17,12 @@ from trainer.run.lock import RunLock
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """One rank from start to end: join the others, train or generate, leave with them. A failure on one ends all."""
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors:
-        fork_engines()
+    forks = resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors
+    stop_forking = fork_engines() if forks else lambda: None
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
     with joined(config, longest, lock) as watchdog, ExitStack() as resources:
-        resources.callback(forkserver.stop)
+        resources.callback(stop_forking)
         trains = rank(EVERYBODY) < training_ranks(config, world_size(EVERYBODY))
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
             if trains:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from generation.engine import forkserver
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
@@ -132,17 +131,22 @@ def started_with(settings: EngineSettings) -> AbstractContextManager[None]:
     return _environment(engine_environment(settings))
 
 
-def fork_engines() -> None:
-    """From now on engines on CPU are forked from what this process has imported, which saves each 10 s of imports.
+def fork_engines() -> Callable[[], None]:
+    """From now on engines on CPU are forked from what this process has imported, until what this returns is called.
 
-    Call it before there are other threads, and a process group. Without vLLM's build for CPUs nothing is done.
+    Call it before there are other threads, and a process group. Without vLLM's build for CPUs nothing is done. How and
+    why is in `generation.engine.forkserver`, which nothing else imports, and nothing on a GPU.
     """
     with _environment(_quiet_environment()), suppress(ImportError):
         check_version()
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
+            from generation.engine import forkserver
+
             forkserver.start()
+            return forkserver.stop
+    return lambda: None
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
