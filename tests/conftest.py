@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import hotbunk_torchvision
-from tests import forked
+from tests.support import forked
 
 gc.disable()  # until all is imported: to look for garbage in that takes seconds, each time
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,7 +209,7 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all of `policy_checks.KINDS`: tiny random models for tests of sharding."""
-    from tests.distributed.policy_checks import make_models
+    from tests.support.policy_checks import make_models
 
     return make_models(tmp_path_factory.mktemp("models"))
 

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import scale_run
 from transformers import Qwen2Config
 
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.model_sizes import ModelSizes, model_sizes
 from trainer.estimates.time import update_traffic

@@ -42,7 +42,7 @@ from generation.trajectory import Trajectory
 from sharding import ranks as exchanges
 from sharding.ranks import is_main, rank, world_size
 from sharding.worker import extension
-from tests.in_process import OneWorker, Thread, Worker
+from tests.support.in_process import OneWorker, Thread, Worker
 from trainer import distributed
 from trainer.config.schema import TrainConfig
 from trainer.learning import answers as answers_of

@@ -38,7 +38,7 @@ def configured(model: str, **changes: Any) -> tuple[Any, str]:
         return AsyncEngineArgs(**arguments).create_engine_config(), get_mp_context().get_start_method()
 
 
-def test_an_engine_is_spawned_on_the_second_runner_asleep_by_cumem_and_reads_8192_tokens_a_step(model: str) -> None:
+def test_an_engine_is_spawned_on_runner_v2_sleeps_by_cumem_and_reads_8192_tokens(model: str) -> None:
     config, start = configured(model)
     assert start == "spawn"
     assert config.use_v2_model_runner

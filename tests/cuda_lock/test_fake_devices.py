@@ -32,9 +32,9 @@ from sharding.wire.low_rank import Factors
 from sharding.wire.staging import STAMP_BYTES
 from sharding.worker import loader
 from sharding.worker.loader import WeightLoader
-from tests.distributed import policy_checks as checks
-from tests.in_process import SmallModel, small_weights
-from tests.waits import Waits
+from tests.support import policy_checks as checks
+from tests.support.in_process import SmallModel, small_weights
+from tests.support.waits import Waits
 from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import MiniBatch
@@ -202,7 +202,7 @@ def test_weights_are_gathered_without_waiting(ranks: None) -> None:
     assert not waits.found
 
 
-def test_a_worker_records_replays_and_digests_without_waiting_but_for_what_it_reports(
+def test_a_worker_records_replays_and_digests_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = FakeDevice(monkeypatch)

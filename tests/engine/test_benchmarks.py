@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.distributed.launch import run_script
+from tests.support.launch import run_script
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

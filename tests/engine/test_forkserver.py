@@ -13,7 +13,7 @@ import pytest
 
 from generation.engine import forkserver
 from tests.conftest import ROOT
-from tests.forked import PYTHON
+from tests.support.forked import PYTHON
 
 
 def tell(path: str) -> None:

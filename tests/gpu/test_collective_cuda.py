@@ -12,8 +12,8 @@ from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
-from tests.colocated import HfPolicy, assert_as_close_as_bfloat16, start_engine, stop
-from tests.nemo_worker import NemoWorker
+from tests.support.colocated import HfPolicy, assert_as_close_as_bfloat16, start_engine, stop
+from tests.support.nemo_worker import NemoWorker
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from generation.engine.sampling import SamplingSettings
-from tests.colocated import Colocated, assert_as_close_as_bfloat16
+from tests.support.colocated import Colocated, assert_as_close_as_bfloat16
 from trainer.commands.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.children import in_child
+from tests.support.children import in_child
 
 
 def fail() -> None:

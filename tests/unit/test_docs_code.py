@@ -17,7 +17,7 @@ import yaml
 
 from generation.rollouts.episode import Conversation, PolicyLLM
 from tests.conftest import ROOT
-from tests.unit.scripted import END, ScriptedEngine, merging_tokenizer, run
+from tests.support.scripted import END, ScriptedEngine, merging_tokenizer, run
 from tests.unit.test_docs_links import PAGES, pages
 from trainer import cli
 from trainer.config.recipe import known_keys

@@ -16,7 +16,7 @@ from generation.compat.broadcast import broadcast_across_tp
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episodes import RolloutSettings
 from sharding.ranks import agreed, all_reduce_sum, exchange, rank
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 from trainer.config.recipe import load_config
 from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 
 PROMPT = [20 + i for i in range(20)]
 
@@ -25,9 +25,9 @@ def check_ranks(model: str, folder: str) -> None:
     from sharding.ranks import RemoteError, rank
     from sharding.send.push import SyncSettings
     from sharding.send.source import FsdpWeightSource
-    from tests.colocated import HfPolicy, stop
-    from tests.nemo_worker import NemoWorker
-    from tests.sliced import Episodes
+    from tests.support.colocated import HfPolicy, stop
+    from tests.support.nemo_worker import NemoWorker
+    from tests.support.sliced import Episodes
     from trainer.distributed import destroy_process_group, init_process_group
     from trainer.policy.hf_format import checkpoint_views, parameter_names
 

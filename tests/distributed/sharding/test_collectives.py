@@ -24,7 +24,7 @@ from sharding.ranks import (
     send_to_all,
     sum_counts,
 )
-from tests.distributed.launch import leave, run_ranks
+from tests.support.launch import leave, run_ranks
 from trainer import distributed
 from trainer.run import watchdog
 from trainer.run.watchdog import EXIT_CODE, Watchdog
@@ -111,7 +111,7 @@ def disagreement() -> None:
     distributed.destroy_process_group()
 
 
-def test_a_rank_that_died_is_noticed_at_the_next_agreement_also_by_those_that_never_talk_to_it(tmp_path: Path) -> None:
+def test_a_rank_that_died_is_noticed_by_all_at_the_next_agreement(tmp_path: Path) -> None:
     ranks, dead = 5, 3  # which talks to rank 2 alone, which is told of by rank 0
     run_ranks(death, ranks, arguments=[str(tmp_path), str(ranks), str(dead)], lost=(dead,))
     for rank in {*range(ranks)} - {dead}:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import policy_checks as checks
+from tests.support import policy_checks as checks
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy, InPlacePolicy
 from trainer.policy.hf_format import parameter_names

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import policy_checks as checks
-from tests.distributed.launch import run_ranks
+from tests.support import policy_checks as checks
+from tests.support.launch import run_ranks
 
 NAMES = ("fsdp float32", "fsdp bfloat16", "zero3 float32", "zero3 bfloat16", "uneven", "adapters", "writer", "moved")
 
@@ -16,7 +16,7 @@ def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
     import torch
 
     from sharding.send.pull import Pull
-    from tests.distributed.deepspeed_checks import zero_policy
+    from tests.support.deepspeed_checks import zero_policy
     from trainer.build import weight_source
 
     def make() -> object:
@@ -52,7 +52,7 @@ def two_ranks(models: str, results: str) -> None:
     from sharding.ranks import RemoteError, rank
     from sharding.send.source import LowRank, MergingWeightSource
     from sharding.worker import extension, recording
-    from tests.in_process import InProcess, SmallModel, small_weights
+    from tests.support.in_process import InProcess, SmallModel, small_weights
     from trainer.build import sync_way
     from trainer.distributed import init_process_group
 
@@ -192,8 +192,8 @@ def dying() -> None:
     from sharding.send.pull import Pull
     from sharding.send.source import FsdpWeightSource
     from sharding.worker import extension, recording
-    from tests.distributed.launch import leave
-    from tests.in_process import InProcess, SmallModel, small_weights
+    from tests.support.in_process import InProcess, SmallModel, small_weights
+    from tests.support.launch import leave
     from trainer.distributed import init_process_group
 
     init_process_group(60, "cpu")

@@ -12,8 +12,8 @@ import json
 
 import pytest
 
-from tests.distributed import reach_checks
-from tests.distributed.launch import run_ranks
+from tests.support import reach_checks
+from tests.support.launch import run_ranks
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.commands.tiny_vlm import make_tiny_vlm
 
@@ -77,7 +77,7 @@ def test_what_ranks_send_is_what_vllm_loads(found: dict[int, dict[str, str]], ra
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", reach_checks.ADAPTED)
 @pytest.mark.parametrize("case", WITH_ADAPTERS)
-def test_what_workers_add_up_of_bases_and_adapters_is_what_vllm_loads_of_the_merged_checkpoint(
+def test_what_workers_add_up_is_what_vllm_loads_of_the_merged_checkpoint(
     found: dict[int, dict[str, str]], case: str, name: str
 ) -> None:
     assert found[2][f"{name} {case}"] == ""

@@ -18,8 +18,8 @@ import pytest
 
 from generation.engine.engine import Engine
 from generation.engine.settings import EngineSettings
-from tests.distributed.launch import ROOT, leave, run_ranks
-from tests.in_process import IdleLLM
+from tests.support.in_process import IdleLLM
+from tests.support.launch import ROOT, leave, run_ranks
 
 WORKER = """
 import os, sys

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def check_gather() -> None:
@@ -11,7 +11,7 @@ def check_gather() -> None:
 
     from sharding.ranks import rank, world_size
     from sharding.send.source import FsdpWeightSource
-    from tests.gathering import sent, sent_in_parts
+    from tests.support.gathering import sent, sent_in_parts
     from trainer.distributed import destroy_process_group, init_process_group
 
     init_process_group(60, "cpu")

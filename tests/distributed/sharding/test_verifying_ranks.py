@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 
 COMPLAINT = "the worker on cpu:0 does not hold what was sent: columns differ"
 
@@ -18,7 +18,7 @@ def two_ranks() -> None:
     from sharding.ranks import RemoteError, rank
     from sharding.send import source as sources
     from sharding.worker import extension
-    from tests.in_process import InProcess, SmallModel, small_weights
+    from tests.support.in_process import InProcess, SmallModel, small_weights
     from trainer.distributed import destroy_process_group, init_process_group
 
     init_process_group(60, "cpu")

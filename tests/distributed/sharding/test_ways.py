@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 
 WAYS = ("staged", "storage", f"{Path(__file__).with_name('way_in_messages.py')}:InMessages")
 
@@ -22,7 +22,7 @@ def check_ways(shared: str) -> None:
     from sharding.send.source import FsdpWeightSource
     from sharding.wire.channel import SyncError
     from sharding.worker import extension
-    from tests.in_process import InProcess, SmallModel, small_weights
+    from tests.support.in_process import InProcess, SmallModel, small_weights
     from trainer.build import sync_way
     from trainer.distributed import destroy_process_group, init_process_group
 
@@ -105,7 +105,7 @@ def check_ways(shared: str) -> None:
     destroy_process_group()
 
 
-def test_weights_in_two_engines_are_the_policy_s_by_every_way_also_when_one_is_started_again(
+def test_weights_in_two_engines_are_the_policys_also_when_one_is_restarted(
     tmp_path: Path,
 ) -> None:
     run_ranks(check_ways, nproc=2, timeout=180, arguments=[str(tmp_path)])

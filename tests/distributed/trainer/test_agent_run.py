@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.conftest import TinyModel
-from tests.distributed.real_run import ROOT, Run, write_recipe
+from tests.support.real_run import ROOT, Run, write_recipe
 
 
 def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:

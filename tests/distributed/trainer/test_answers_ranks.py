@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.answers_checks import SHARE, exchange_a_step, trajectories
-from tests.distributed.launch import run_ranks
+from tests.support.answers_checks import SHARE, exchange_a_step, trajectories
+from tests.support.launch import run_ranks
 
 SUMMED = 3 * 8 * (5 * 2048 + 512) + 2 * 8
 """Bytes of the histograms that find three numbers among all tokens', and of two counts."""

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from scripts.examples.tasks.arithmetic import correct
 from tests.conftest import TinyModel
-from tests.distributed.killed_run import unequal
-from tests.distributed.real_run import ROOT, Run, differences, write_recipe
+from tests.support.killed_run import unequal
+from tests.support.real_run import ROOT, Run, differences, write_recipe
 
 APART = ["--engine.placement", "ranks"]
 CUT: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def test_without_a_lag_engines_apart_are_bit_for_bit_those_of_the_same_rank(
     assert len(apart.rows()) == 4 and not unequal(together, apart)
 
 
-def test_so_they_are_with_deepspeed_adapters_answers_in_slices_several_turns_and_dynamic_sampling(
+def test_so_they_are_with_deepspeed_adapters_slices_turns_and_dynamic_sampling(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     sections = CUT | {"rollout": CUT["rollout"] | TURNS, "engine": {"max_model_len": 128}}

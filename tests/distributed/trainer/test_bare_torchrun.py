@@ -15,9 +15,9 @@ import yaml
 
 from scripts.examples.tasks.arithmetic import write_arithmetic
 from tests.conftest import ROOT, TinyModel
-from tests.distributed.real_run import write_recipe
-from tests.forked import PYTHON
-from tests.wandb_files import wandb_records
+from tests.support.forked import PYTHON
+from tests.support.real_run import write_recipe
+from tests.support.wandb_files import wandb_records
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -75,9 +75,7 @@ def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Pat
     return folder
 
 
-def test_accelerate_launch_starts_two_ranks_with_the_file_that_the_policy_takes_its_keys_from(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_accelerate_launch_starts_two_ranks_with_the_policys_own_file(tiny_model: TinyModel, tmp_path: Path) -> None:
     fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     file = tmp_path / "accelerate.yaml"
     processes = {"num_machines": 1, "num_processes": 2, "machine_rank": 0, "use_cpu": True}

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.conftest import TinyModel
-from tests.distributed.real_run import Run, write_recipe
+from tests.support.real_run import Run, write_recipe
 
 
 def answers(run: Run, step: int) -> list[dict[str, Any]]:
@@ -15,9 +15,7 @@ def answers(run: Run, step: int) -> list[dict[str, Any]]:
     return [row for row in rows if row["train/step"] == step]
 
 
-def test_answers_go_on_under_new_weights_and_from_a_checkpoint_on_another_number_of_ranks(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_answers_go_on_under_new_weights_and_on_another_number_of_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
     """And in the last step the engines have a row of a weight as it was before, which the gap tells at once."""
     model = tiny_model()
     recipe = write_recipe(

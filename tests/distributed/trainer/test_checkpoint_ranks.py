@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sharding.ranks import RemoteError, exchange, is_main, rank, world_size
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 from trainer import distributed
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.errors import UserError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import critic_checks
-from tests.distributed import policy_checks as checks
+from tests.support import critic_checks
+from tests.support import policy_checks as checks
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.policy.critic import make_critic

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.distributed import deepspeed_checks
-from tests.distributed import policy_checks as checks
-from tests.distributed.launch import run_ranks
+from tests.support import deepspeed_checks
+from tests.support import policy_checks as checks
+from tests.support.launch import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", deepspeed_checks.STAGES)
 

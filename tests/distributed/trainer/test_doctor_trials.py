@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from generation.engine import forkserver
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 from trainer.commands import doctor_trials
 from trainer.run import processes
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import critic_checks, hsdp_checks
-from tests.distributed import policy_checks as checks
-from tests.distributed.launch import run_ranks
+from tests.support import critic_checks, hsdp_checks
+from tests.support import policy_checks as checks
+from tests.support.launch import run_ranks
 from trainer.run import checkpoint
 
 

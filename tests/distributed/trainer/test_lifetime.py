@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.forked import PYTHON
+from tests.support.forked import PYTHON
 
 DEADLINE = 20.0
 

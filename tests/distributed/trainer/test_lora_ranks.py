@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.distributed import lora_checks
-from tests.distributed import policy_checks as checks
-from tests.distributed.launch import run_ranks
+from tests.support import lora_checks
+from tests.support import policy_checks as checks
+from tests.support.launch import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from tests.distributed import policy_checks as checks
-from tests.unit.learning_steps import as_step
+from tests.support import policy_checks as checks
+from tests.support.learning_steps import as_step
 from trainer.config.schema import TrainConfig
 from trainer.learning.learner import Learner
 from trainer.policy import FsdpPolicy

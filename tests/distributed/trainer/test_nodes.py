@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import nodes_run
-from tests.nodes import missing
+from tests.support import nodes_run
+from tests.support.nodes import missing
 
 
 def test_a_link_that_is_cut_for_5_s_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import TinyModel
-from tests.distributed.real_run import Run, write_recipe
+from tests.support.real_run import Run, write_recipe
 
 
 def test_weights_that_are_not_finite_end_the_run_and_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def measure(model: str, output: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed import policy_checks as checks
-from tests.distributed.launch import run_ranks
+from tests.support import policy_checks as checks
+from tests.support.launch import run_ranks
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches

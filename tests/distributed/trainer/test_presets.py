@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import TinyModel
-from tests.distributed import preset_checks as checks
-from tests.distributed.launch import run_ranks
-from tests.distributed.real_run import write_recipe
+from tests.support import preset_checks as checks
+from tests.support.launch import run_ranks
+from tests.support.real_run import write_recipe
 from trainer.config.algorithm import PRESETS
 
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests import forked
 from tests.conftest import TinyModel
-from tests.distributed.real_run import GONE_SECONDS, ROOT, Run, write_recipe
+from tests.support import forked
+from tests.support.real_run import GONE_SECONDS, ROOT, Run, write_recipe
 
 pytestmark = pytest.mark.timeout(900)  # a cluster on a busy machine takes its time to start
 
@@ -42,7 +42,7 @@ def test_replicas_that_die_and_join_answer_every_prompt_once_as_one_engine_does(
     gates.mkdir()
     sections = {"run": {"steps": 6}, "eval": {"every": 3}, "policy": {"lr": 3e-3}, "lora": {"rank": 4}}
     sections |= {"sampling": {"max_tokens": 24}, "engine": {"max_model_len": 160}}
-    gated = {"custom": f"{ROOT}/tests/distributed/gated_rollout.py:gated", "kwargs": {"folder": str(gates)}}
+    gated = {"custom": f"{ROOT}/tests/support/gated_rollout.py:gated", "kwargs": {"folder": str(gates)}}
     tracking = {"completions_per_step": 100}
     recipe = write_recipe(tmp_path, tiny_model(), **sections, rollout=gated, tracking=tracking)
 

@@ -13,9 +13,9 @@ import torch
 
 from hotbunk_torchvision import beside_cpu_build
 from tests.conftest import ROOT, TinyModel
-from tests.distributed.killed_run import REWARD, disturbed, draw, survived, unequal
-from tests.distributed.real_run import Run, differences, write_recipe
-from tests.forked import PYTHON
+from tests.support.forked import PYTHON
+from tests.support.killed_run import REWARD, disturbed, draw, survived, unequal
+from tests.support.real_run import Run, differences, write_recipe
 from trainer.run import checkpoint
 from trainer.run.screen import WIDTH
 
@@ -125,7 +125,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     is killed, and the run goes on by itself.
     """
     monkeypatch.setenv("RESTARTS", "2")
-    hanging = f"{ROOT}/tests/distributed/hanging_rollout.py:hangs_in_step_4"
+    hanging = f"{ROOT}/tests/support/hanging_rollout.py:hangs_in_step_4"
     settings = ["--rollout.custom", hanging, "--policy.offload", "all", "--checkpoint.grace_s", "30"]
     asked = Run(recipe, *settings, name="broken", preloaded=True)
     asked.wait_for(lambda: "3/6 " in asked.output(), "step 3")
@@ -273,7 +273,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
     """A reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
 
     Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
-    requests happen to be decoded together. tests/distributed/killed_run.py does more of it.
+    requests happen to be decoded together. tests/support/killed_run.py does more of it.
     """
     broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True)
     assert broken.failures == []
@@ -283,7 +283,7 @@ def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(re
 
 
 def test_a_run_comes_to_its_end_by_itself_when_an_engine_and_the_launcher_are_killed(recipe: Path, whole: Run) -> None:
-    """Under a supervisor. tests/distributed/killed_run.py --alone kills forty times."""
+    """Under a supervisor. tests/support/killed_run.py --alone kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
     assert survived(recipe, kills, whole, ranks=2, name="alone", preloaded=True) == []
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.distributed.real_run import write_recipe
+from tests.support.real_run import write_recipe
 from trainer.errors import UserError
 from trainer.run import guardian
 from trainer.run.lock import RunLock

@@ -9,8 +9,8 @@ from pathlib import Path
 import scale_run
 
 from tests.conftest import ROOT
-from tests.distributed.launch import run_ranks
-from tests.forked import PYTHON
+from tests.support.forked import PYTHON
+from tests.support.launch import run_ranks
 
 COUNTED = ("ranks", "start", "step", "requests", "files")
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.examples.tasks.arithmetic import write_arithmetic
-from tests.distributed.launch import run_ranks
+from tests.support.launch import run_ranks
 from trainer.commands import sft
 from trainer.commands.exporting import export
 from trainer.commands.generate import model_folder

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.distributed import vision_checks
-from tests.distributed.launch import run_ranks
+from tests.support import vision_checks
+from tests.support.launch import run_ranks
 from trainer.commands.tiny_vlm import make_tiny_vlm
 
 

@@ -1,6 +1,6 @@
 """Whole runs of a model that sees: in slices and with pass@k, killed in the middle beside one that was not; a client's.
 
-tests/distributed/killed_run.py --images does more of the first.
+tests/support/killed_run.py --images does more of the first.
 """
 
 import json
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.killed_run import Disturbance, disturbed, unequal
-from tests.distributed.launch import run_ranks
-from tests.distributed.real_run import ROOT, Run, seeing_sections, write_recipe
+from tests.support.killed_run import Disturbance, disturbed, unequal
+from tests.support.launch import run_ranks
+from tests.support.real_run import ROOT, Run, seeing_sections, write_recipe
 from trainer.commands import sft
 from trainer.config.recipe import load_config
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sharding import ranks
-from tests.distributed import policy_checks as checks
-from tests.distributed.launch import run_ranks
-from tests.simulated_ranks import told_alike
-from tests.waits import Waits
+from tests.support import policy_checks as checks
+from tests.support.launch import run_ranks
+from tests.support.simulated_ranks import told_alike
+from tests.support.waits import Waits
 from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig, PolicyConfig
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import MiniBatch

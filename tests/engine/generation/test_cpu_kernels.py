@@ -12,7 +12,7 @@ import torch
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from sharding.wire.channel import SyncError
 from sharding.worker.loader import check_unpacked
-from tests.forked import PYTHON
+from tests.support.forked import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
 DENSE = {"torch", "CPUAttentionBackendImpl vec"}
@@ -25,7 +25,7 @@ KERNELS = {
 
 def test_plain_engines_have_the_same_kernels_on_a_processor_with_amx(tmp_path: Path) -> None:
     """In bfloat16, two updates are replayed and verified; the process in front of the engines still sees all it has."""
-    command = [*PYTHON, "-m", "tests.engine.generation.cpu_with_amx", str(tmp_path)]
+    command = [*PYTHON, "-m", "tests.support.cpu_with_amx", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
     reports = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]

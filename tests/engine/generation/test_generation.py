@@ -21,8 +21,8 @@ from generation.engine.vllm_compat import engine_arguments
 from generation.rollouts.episodes import RolloutSettings, rollout
 from generation.trajectory import Trajectory
 from sharding import WORKER_EXTENSION
-from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy, start_engine, stop
 from trainer import engines
 from trainer.commands import generate
 from trainer.config.schema import TrainConfig

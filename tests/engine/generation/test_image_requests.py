@@ -31,8 +31,8 @@ from generation.rollouts.sampler_prompts import prompt_batch
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
 from sharding import WORKER_EXTENSION
-from tests.pictures import images
-from tests.sliced import Episodes
+from tests.support.pictures import images
+from tests.support.sliced import Episodes
 from trainer.engines import start_server
 
 PICTURES = images((98, 70), (56, 56), (30, 200))
@@ -190,7 +190,7 @@ async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any
     return 0.5
 
 
-def test_a_client_s_two_turns_with_an_image_each_are_one_trajectory_with_the_log_probabilities_of_transformers(
+def test_two_turns_of_a_client_with_images_have_transformers_log_probabilities(
     seeing: Seeing,
 ) -> None:
     [trajectory] = by_client(seeing, look_twice, PICTURES[:1])
@@ -281,9 +281,7 @@ def tokens(llm: Any, prompts: Any, params: Any) -> Any:
 
 
 @pytest.mark.parametrize("sampler", [chats, texts, tokens])
-def test_a_sampler_s_two_turns_with_an_image_each_have_the_log_probabilities_of_transformers(
-    seeing: Seeing, sampler: Any
-) -> None:
+def test_two_turns_of_a_sampler_with_images_have_transformers_log_probabilities(seeing: Seeing, sampler: Any) -> None:
     for trajectory in by_sampler(seeing, sampler, PICTURES[:1]):
         assert not trajectory.error and trajectory.turns == 2 and trajectory.images == PICTURES[:2]
         whole = trajectory.prompt_ids + trajectory.response_ids

@@ -33,12 +33,12 @@ from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations, connections
 from generation.server.dialects import add_event, as_chat, said_in
-from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import ROOT
-from tests.engine.bad_requests import GOOD, by_hand, from_schema
-from tests.engine.hostile_requests import Hostile, complaint, known_cases, outside, send
-from tests.engine.hostile_requests import from_schema as from_schema_hostile
-from tests.engine.openai_clients import (
+from tests.support.bad_requests import GOOD, by_hand, from_schema
+from tests.support.colocated import HfPolicy, start_engine, stop
+from tests.support.hostile_requests import Hostile, complaint, known_cases, outside, send
+from tests.support.hostile_requests import from_schema as from_schema_hostile
+from tests.support.openai_clients import (
     ADD,
     FORCED,
     QUESTION,

@@ -26,8 +26,8 @@ from generation.rollouts.tools import (
     tools_by_name,
 )
 from generation.trajectory import Trajectory
-from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy, start_engine, stop
 
 POC = {  # the thread's two prompts, and what a model that has understood them says
     "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test": (

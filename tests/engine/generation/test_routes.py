@@ -20,8 +20,8 @@ from generation.exact_ids import Generation
 from generation.rollouts.episode import PolicyLLM
 from generation.rollouts.episodes import EpisodeSetup, RolloutSettings, rollout
 from generation.trajectory import Trajectory
-from tests.colocated import assert_replay_helps, gaps, start_engine, stop
-from tests.sliced import Episodes
+from tests.support.colocated import assert_replay_helps, gaps, start_engine, stop
+from tests.support.sliced import Episodes
 from trainer.config.schema import ModelConfig
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.module import PolicyModule, outputs

@@ -18,8 +18,8 @@ from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSamp
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.trajectory import Trajectory
-from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy, start_engine, stop
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24]]
 SECONDS = 120.0

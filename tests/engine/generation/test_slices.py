@@ -26,8 +26,8 @@ from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSetti
 from generation.rollouts.episodes import run_episode
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
-from tests.colocated import Colocated, start_engine, stop
-from tests.sliced import Episode, Episodes
+from tests.support.colocated import Colocated, start_engine, stop
+from tests.support.sliced import Episode, Episodes
 from trainer.engines import start_server
 
 PROMPTS = [[14 + 3 * i, *range(20, 24 + 5 * i)] for i in range(8)]

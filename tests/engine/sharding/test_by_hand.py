@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.colocated import HfPolicy
 from tests.conftest import ROOT
-from tests.forked import ENGINES, PYTHON
+from tests.support.colocated import HfPolicy
+from tests.support.forked import ENGINES, PYTHON
 
 NUMBER = r"[\d.e+-]+"
 TRAINED = "[parameter.data.mul_(1 + 0.5 * step) for _, parameter in actor.named_parameters()]"

@@ -19,9 +19,9 @@ from sharding.send.push import Link, SyncSettings
 from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import checkpoint_manifest, differences
-from tests.colocated import HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
-from tests.nemo_worker import NemoWorker
+from tests.support.colocated import HfPolicy, start_engine, stop
+from tests.support.nemo_worker import NemoWorker
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPT = [20 + i for i in range(40)]  # several blocks of the prefix cache

@@ -19,8 +19,8 @@ from generation.exact_ids import Generation
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import RemoteError
 from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
-from tests.colocated import assert_replay_helps, gaps, start_engine, stop
-from tests.sliced import Episodes
+from tests.support.colocated import assert_replay_helps, gaps, start_engine, stop
+from tests.support.sliced import Episodes
 from trainer.build import adapter_source, weight_source
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
@@ -173,9 +173,7 @@ def test_merged_copies_are_what_peft_says(
         assert shifts.report.verified == "full"
 
 
-def test_adapters_on_a_mixtures_attention_are_merged_and_computed_by_the_engines_routes(
-    mixture: Leader, one_rank: None
-) -> None:
+def test_adapters_on_a_mixtures_attention_are_merged_with_the_engines_routes(mixture: Leader, one_rank: None) -> None:
     """Engine in bfloat16 and trainer in float32, which is nearer to it by its routes."""
     lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model = ModelConfig(path=mixture.engine.settings.model, routes="engine")

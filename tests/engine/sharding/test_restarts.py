@@ -17,9 +17,9 @@ from generation.rollouts.agent import Agent, environment_rollout
 from generation.rollouts.episodes import RolloutSettings
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner
 from sharding.ranks import RemoteError
-from tests import shared_memory
-from tests.colocated import Colocated
 from tests.conftest import TinyModel
+from tests.support import shared_memory
+from tests.support.colocated import Colocated
 from trainer.config.schema import RewardConfig
 from trainer.data import Prompt
 from trainer.rewards.pool import RewardPool
@@ -102,7 +102,7 @@ def both(tiny_model: TinyModel, request: pytest.FixtureRequest) -> Iterator[Colo
     shared_memory.assert_none_left(before)
 
 
-def test_an_engine_that_is_killed_anywhere_answers_as_before_once_it_has_started_again(
+def test_an_engine_that_is_killed_anywhere_answers_as_before_when_restarted(
     both: Colocated, request: pytest.FixtureRequest
 ) -> None:
     ways = [asleep, in_a_rollout, falling_asleep]
@@ -155,7 +155,7 @@ class Desks:
 
 
 @pytest.mark.parametrize("both", [False], indirect=True, ids=["staged"])
-def test_of_64_trajectories_whose_engine_dies_while_they_are_in_tools_none_is_lost_and_none_comes_twice(
+def test_of_64_trajectories_in_tools_as_their_engine_dies_none_is_lost_or_doubled(
     both: Colocated,
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(both.leader.engine.settings.model)

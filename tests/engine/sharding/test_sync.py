@@ -17,7 +17,7 @@ import torch
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
 from sharding.ranks import RemoteError
-from tests.colocated import Colocated, gaps, start_engine, stop
+from tests.support.colocated import Colocated, gaps, start_engine, stop
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.routing import Routing

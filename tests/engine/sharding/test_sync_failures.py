@@ -17,8 +17,8 @@ from generation.engine.vllm_compat import engine_processes
 from sharding.ranks import RemoteError
 from sharding.send.push import Link, SyncReport, parameters_to_verify
 from sharding.wire.staging import resident_bytes
-from tests.colocated import Colocated
 from tests.conftest import TinyModel
+from tests.support.colocated import Colocated
 
 PROMPT = [14, 50, 77, 120, 9]
 SAMPLING = SamplingSettings(max_tokens=24)
@@ -180,7 +180,7 @@ def kinds_of_messages(both: Colocated) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
-def test_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(both: Colocated) -> None:
+def test_an_update_interrupted_at_any_message_leaves_no_version(both: Colocated) -> None:
     """Ctrl-C in the trainer, with the worker wherever it is then."""
     kinds = kinds_of_messages(both)
     assert kinds[0] == "begin" and kinds[-1] == "end" and {"bucket", "finish"} < set(kinds)
@@ -198,7 +198,7 @@ def test_an_update_interrupted_at_any_message_leaves_no_version_and_the_next_rep
         assert_repaired(both)
 
 
-def test_a_message_garbled_on_its_way_is_refused_by_the_worker_and_the_next_update_repairs_it(
+def test_a_garbled_message_is_refused_and_the_next_update_repairs_it(
     both: Colocated,
 ) -> None:
     kinds, channel = kinds_of_messages(both), both.manager._channel
@@ -255,7 +255,7 @@ def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind
         assert mean(side[110:]) - mean(side[20:110]) < 4 << 20
 
 
-def test_staging_memory_that_is_given_back_after_each_sync_is_closed_as_often_as_it_was_opened(
+def test_staging_memory_is_closed_as_often_as_it_was_opened(
     both: Colocated,
 ) -> None:
     """As on a GPU, where the KV cache needs the place; by the trainer alone, which the worker notices."""

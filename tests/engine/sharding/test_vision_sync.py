@@ -15,9 +15,9 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
 from generation.images import ImageProcessor
-from tests.colocated import Colocated, HfPolicy, start_engine, stop
 from tests.conftest import TinyModel
-from tests.seen_rows import make_sample, noise, plain_outputs
+from tests.support.colocated import Colocated, HfPolicy, start_engine, stop
+from tests.support.seen_rows import make_sample, noise, plain_outputs
 from tests.unit.trainer.policy.test_vision import make_module
 from trainer.learning.batching import micro_batches
 from trainer.policy.hf_format import parameter_names, save_pretrained

@@ -10,8 +10,8 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import RemoteError
 from sharding.send.push import Link
-from tests.colocated import Colocated
 from tests.conftest import TinyModel
+from tests.support.colocated import Colocated
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.learning.batching import micro_batches
@@ -96,7 +96,7 @@ def test_an_optimizer_step_is_the_sync_and_a_wrong_byte_is_still_found(trained: 
         assert manager.report.nbytes == 0 and gap(trained, ids) < 0.02
 
 
-def test_an_update_of_shared_weights_interrupted_at_any_message_leaves_no_version_and_the_next_repairs_it(
+def test_an_interrupted_update_of_shared_weights_leaves_no_version(
     trained: Any,
 ) -> None:
     policy, manager, post = trained.policy, trained.manager, Link.post

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.forked import ENGINES, PYTHON
+from tests.support.forked import ENGINES, PYTHON
 
 LINE = re.compile(r"^step (\d) version (\d) reward [\d.]+ gap ([\d.e+-]+) verified (\w+)$", re.MULTILINE)
 ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.forked import ENGINES, PYTHON
+from tests.support.forked import ENGINES, PYTHON
 from trainer.cli import main
 from trainer.commands.eval import evaluation_config
 

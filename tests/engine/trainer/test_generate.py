@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.forked import ENGINES, PYTHON
+from tests.support.forked import ENGINES, PYTHON
 from trainer.cli import main
 from trainer.commands.generate import Chat, longest_answer
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TinyModel
-from tests.distributed.real_run import ROOT, Run, write_recipe
+from tests.support.real_run import ROOT, Run, write_recipe
 from trainer.cli import main
 
 STEPS = 2

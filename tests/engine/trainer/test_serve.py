@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from generation.images import ImageProcessor
 from tests.conftest import ROOT
 from tests.engine.trainer.test_generate import writers
-from tests.forked import ENGINES, PYTHON
-from tests.pictures import images
+from tests.support.forked import ENGINES, PYTHON
+from tests.support.pictures import images
 from trainer.cli import main
 
 

@@ -77,7 +77,7 @@ def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, li
     assert all(any(ids[: len(g.ids)] == g.ids for ids in everything) for g in made)
 
 
-def test_empty_answers_that_a_client_leaves_out_are_put_back_before_whoever_speaks_next() -> None:
+def test_empty_answers_that_a_client_leaves_out_are_put_back() -> None:
     """openai-agents goes on as a user, pydantic-ai as the system; an answer that is there stays the only one."""
     asked, empty = [{"role": "user", "content": "q"}], {"role": "assistant", "content": ""}
     conversation = Conversation("key", ChatHistory(None), silent={as_key(asked)})

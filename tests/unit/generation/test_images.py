@@ -19,7 +19,7 @@ from generation.engine.engine import Engine
 from generation.engine.settings import EngineSettings
 from generation.images import Image, ImageLimits, ImageProcessor
 from hotbunk_torchvision import beside_cpu_build
-from tests.in_process import IdleLLM
+from tests.support.in_process import IdleLLM
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"]
 
@@ -131,7 +131,7 @@ def test_what_is_not_a_usable_image_is_told_in_one_sentence(source: Any, sentenc
     assert "\n" not in str(caught.value)
 
 
-def test_a_larger_image_is_made_smaller_where_that_is_asked_for_but_a_bomb_is_refused() -> None:
+def test_a_larger_image_is_made_smaller_if_asked_but_a_bomb_is_refused() -> None:
     image = Image.read(encoded(picture(300, 200)), ImageLimits(6000, "resize"))
     assert image.size == (94, 63) == image.open().size
     for side in (10_000, 20_000):  # from twice its own limit on Pillow refuses by itself

@@ -15,7 +15,7 @@ from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import SourceParameter
 from sharding.worker import extension
-from tests.in_process import SmallModel, Worker, small_weights
+from tests.support.in_process import SmallModel, Worker, small_weights
 
 CPU = torch.device("cpu")
 TIMES = 20
@@ -94,7 +94,7 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     apart.pool.shutdown()
 
 
-def test_recorded_weights_are_sent_once_and_verified_on_workers_that_each_read_another_part(
+def test_recorded_weights_are_sent_once_and_verified_on_each_workers_part(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All weights are sent again where the source cannot say what it holds."""
@@ -113,7 +113,7 @@ def test_recorded_weights_are_sent_once_and_verified_on_workers_that_each_read_a
 
 
 @pytest.mark.parametrize(("rank", "where"), [(1, "weights rank 1"), (2, "weights rank 2"), (3, "weights rank 3")])
-def test_a_wrong_weight_of_one_worker_is_named_with_it_and_the_next_update_repairs_it(
+def test_a_wrong_weight_of_one_worker_is_named_and_the_next_update_repairs_it(
     apart: Apart, rank: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart.send(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sharding.wire import digests
 from sharding.wire.digests import add, cut, digest, digest_of, digests_of, packed, part_of, sum_up
 from sharding.wire.manifest import View
-from tests.children import in_child
+from tests.support.children import in_child
 
 VIEWS = st.tuples(
     st.integers(0, 5), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3)

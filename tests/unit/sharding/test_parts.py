@@ -18,7 +18,7 @@ from sharding.send.ways import ALIGNMENT, Bucket, BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter, Stretch
 from sharding.worker import extension
 from sharding.worker.recording import Copy
-from tests.in_process import InProcess, SmallModel, small_weights
+from tests.support.in_process import InProcess, SmallModel, small_weights
 
 BUCKET = 1024
 TIMES = 20

@@ -15,7 +15,7 @@ from sharding.wire import low_rank
 from sharding.wire.channel import SyncError
 from sharding.worker import extension, recording
 from sharding.worker.shards import MappedShards
-from tests.in_process import InProcess, SmallModel, small_weights
+from tests.support.in_process import InProcess, SmallModel, small_weights
 
 CPU = torch.device("cpu")
 BUCKETS = 2 * 512  # bytes of both buffers for the one weight whose loader computes with it

@@ -9,7 +9,7 @@ import torch
 
 from sharding import ranks
 from sharding.ranks import RemoteError, agreed, allreduce_objects, rank
-from tests.unit.learning_steps import on_ranks
+from tests.support.learning_steps import on_ranks
 
 COUNTS = range(1, 10)
 

@@ -13,7 +13,7 @@ from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import open_memory
 from sharding.worker.extension import SharedWeights, contiguous_runs
 from sharding.worker.loader import WeightLoader
-from tests.in_process import SmallModel, Worker, small_weights
+from tests.support.in_process import SmallModel, Worker, small_weights
 from trainer import engines
 from trainer.config.schema import TrainConfig
 

@@ -18,7 +18,7 @@ from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import rank
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import ZeroCopy
-from tests.unit.learning_steps import on_ranks
+from tests.support.learning_steps import on_ranks
 from trainer.types import culprits
 
 Events = list[str]
@@ -89,7 +89,7 @@ class RecordingManager(ShardingManager):
         self.report.verified = "sample" if self.plain else ""
 
 
-def test_a_worker_reads_shared_weights_only_after_the_trainer_s_stream_has_written_them(
+def test_a_worker_reads_shared_weights_after_the_trainers_stream_wrote_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA an optimizer step returns before its kernels have run, and the worker is another process."""
@@ -187,7 +187,7 @@ def test_an_engine_starts_again_in_a_trainer_that_has_put_away_what_a_shift_does
     manager.close()
 
 
-def test_a_policy_that_has_become_nonsense_is_told_from_an_engine_that_holds_other_weights(tmp_path: Path) -> None:
+def test_a_nonsense_policy_is_told_from_an_engine_with_other_weights(tmp_path: Path) -> None:
     """Before its weights go, so that they can be searched."""
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=False)

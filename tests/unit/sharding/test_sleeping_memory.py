@@ -27,7 +27,7 @@ from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.worker import extension
 from sharding.worker.recording import Recording
-from tests.in_process import SmallModel, Thread, Worker, small_weights
+from tests.support.in_process import SmallModel, Thread, Worker, small_weights
 
 
 class Allocator(TorchDispatchMode):

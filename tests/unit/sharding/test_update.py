@@ -13,7 +13,7 @@ from sharding.send.push import SyncReport, SyncSettings, Workers
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.update import Update
-from tests.in_process import small_weights
+from tests.support.in_process import small_weights
 
 WAYS = {"Staged", "ZeroCopy", "Pull", "Broadcast", "Storage"}
 

@@ -16,8 +16,8 @@ from sharding.send.source import FsdpWeightSource
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker import extension, receiver
 from sharding.worker.recording import Recording
-from tests.gathering import assert_ranks_hold
-from tests.in_process import InProcess, SmallModel, Worker, small_weights
+from tests.support.gathering import assert_ranks_hold
+from tests.support.in_process import InProcess, SmallModel, Worker, small_weights
 
 CPU = torch.device("cpu")
 
@@ -198,7 +198,7 @@ class Leaving(SmallModel):
     ],
 )
 @pytest.mark.parametrize("pulls", [False, True])
-def test_what_an_engine_leaves_out_of_its_own_checkpoint_is_left_out_and_all_else_missed(
+def test_what_an_engine_leaves_out_of_its_checkpoint_is_left_out(
     tmp_path: Path, left: str, checkpoint: dict[str, tuple[int, ...]], error: str, pulls: bool
 ) -> None:
     weights = small_weights(0) | ({"last": torch.randn(2, 3)} if left == "last" else {})

@@ -19,8 +19,8 @@ from sharding.wire.channel import Listener, SyncError, connect
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_memory, release_pages, stamp, stamped
 from sharding.worker.recording import LoadWatcher, storage_key
-from tests import shared_memory
 from tests.conftest import ROOT
+from tests.support import shared_memory
 
 
 def parameter(number: int, nbytes: int) -> SourceParameter:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts, load_rows
 from trainer.errors import UserError

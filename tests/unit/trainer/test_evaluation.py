@@ -18,8 +18,8 @@ from generation.engine.lifecycle import Memory
 from generation.engine.sampling import NotFiniteError, SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import as_answers
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.learning_steps import as_answers
+from tests.support.small_tokenizer import small_tokenizer
 from trainer import engines
 from trainer.commands import eval as command
 from trainer.commands.eval import Evaluation, table

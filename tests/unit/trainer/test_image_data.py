@@ -16,7 +16,7 @@ from generation.rollouts.episodes import CarriedGroup
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError
-from tests.pictures import images, picture
+from tests.support.pictures import images, picture
 from trainer.commands.sft import Transcripts, batches_of, load_transcripts
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
@@ -51,9 +51,7 @@ def load(folder: Path, rules: ImageRules, *rows: dict[str, Any], **keys: Any) ->
     return load_prompts(config, rules.processor.tokenizer, rules)
 
 
-def test_images_come_from_a_column_or_from_parts_of_messages_in_the_order_of_their_places(
-    folder: Path, rules: ImageRules
-) -> None:
+def test_images_come_from_a_column_or_from_messages_in_the_order_of_places(folder: Path, rules: ImageRules) -> None:
     paths = [f"pictures/{width}.png" for width, _ in SIZES]
     part = {"type": "image", "image": paths[1]}
     url = {"type": "image_url", "image_url": {"url": paths[2]}}

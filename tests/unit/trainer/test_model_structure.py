@@ -134,7 +134,7 @@ def test_peaks_are_known_by_the_drivers_names() -> None:
         assert peak_flops(other) is None
 
 
-def test_the_allocators_peaks_are_those_of_the_whole_step_and_its_retries_since_the_last(
+def test_the_allocators_peaks_are_those_of_the_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA, whose counters are played: peaks since a reset, and retries since the start."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sharding.ranks import RemoteError, agreed, rank
-from tests.unit.learning_steps import make_config, on_ranks
+from tests.support.learning_steps import make_config, on_ranks
 from trainer import restarts as module
 from trainer.errors import UserError
 from trainer.restarts import EngineRestarts

@@ -26,8 +26,8 @@ from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.storage import StorageWriter
 from sharding.send.push import SyncSettings
 from sharding.send.source import FsdpWeightSource
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy
 from trainer.learning.batching import micro_batches
 from trainer.policy.module import PolicyModule, outputs
 from trainer.types import Sample

@@ -25,8 +25,8 @@ from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError
 from sharding.send.push import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 0, 24], [99, 98], [14, 15, 16, 17]]

@@ -18,8 +18,6 @@ from generation.compat.nemo.generation import VllmGeneration, VllmGenerationWork
 from generation.engine.engine import WorkerError
 from generation.engine.lifecycle import EngineStateError
 from sharding import CollectiveSender, ShardingManager, SyncSettings
-from tests import forked
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
 from tests.engine.generation.compat.test_interface import (
     PROMPTS,
@@ -30,6 +28,8 @@ from tests.engine.generation.compat.test_interface import (
     responses,
     source_of,
 )
+from tests.support import forked
+from tests.support.colocated import HfPolicy
 
 pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
 

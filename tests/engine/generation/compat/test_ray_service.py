@@ -18,9 +18,9 @@ from generation.compat.load_balancer import LoadBalancer
 from generation.compat.torchrl.arguments import PromptErrors, resolve
 from generation.compat.torchrl.replicas import ServiceEngine
 from generation.compat.torchrl.service import AsyncVLLM
-from tests import forked
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
+from tests.support import forked
+from tests.support.colocated import HfPolicy
 
 pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
 
@@ -57,7 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
         patch.setenv("RAY_AUTH_MODE", "disabled")  # it would write a token into the home directory
-        # What a killed actor leaves is then told from what a run leaves (tests/shared_memory.py).
+        # What a killed actor leaves is then told from what a run leaves (tests/support/shared_memory.py).
         workers = {"worker_process_setup_hook": semaphore_names(), "py_executable": shlex.join(forked.PYTHON)}
         workers |= {"env_vars": {forked.ENGINES: "1"}}
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=workers)

@@ -19,9 +19,9 @@ from generation import BatchedDataDict, Engine, VllmAsyncGenerationWorker, VllmC
 from generation.engine.lifecycle import Memory
 from generation.engine.thread import EngineThread
 from sharding import WORKER_EXTENSION, CollectiveSender, ShardingManager, SyncSettings
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
 from tests.engine.generation.compat.test_interface import responses, source_of
+from tests.support.colocated import HfPolicy
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "__init__": {"config": ..., "bundle_indices": None, "fraction_of_gpus": 1.0, "seed": None},

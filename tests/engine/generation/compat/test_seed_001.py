@@ -24,10 +24,10 @@ from generation.engine.logits import engine_arguments
 from generation.rollouts.sampler import make_sampler
 from generation.rollouts.sampler_prompts import prompt_batch
 from generation.server import OpenAIServer
-from tests.colocated import start_engine, stop
 from tests.engine.generation.test_rollout_levels import POC, model, run, tokenizer
 from tests.engine.generation.test_samplers import assert_on_policy, chats, facade, sample
-from tests.engine.openai_clients import QUESTION, SAMPLING, carried, client, opened, serving, taken
+from tests.support.colocated import start_engine, stop
+from tests.support.openai_clients import QUESTION, SAMPLING, carried, client, opened, serving, taken
 from trainer.config.schema import TrainConfig
 from trainer.rollouts.level import RolloutLevel
 

@@ -20,8 +20,8 @@ import torch
 from vllm import AsyncEngineArgs, SamplingParams
 
 from generation import AsyncVLLM, LoadBalancer, make_async_vllm_engine
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.colocated import HfPolicy
 from tests.conftest import TinyModel
+from tests.support.colocated import HfPolicy
 
 pytestmark = pytest.mark.skipif(find_spec("torchrl") is None, reason="torchrl is not installed")
 

@@ -17,7 +17,7 @@ from generation.compat.chatlearn.module import (
     print_rank_0,
 )
 from generation.compat.chatlearn.settings import KNOWN, read_settings
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}
 PAGE = [  # every hyper-parameter of ChatLearn's tables

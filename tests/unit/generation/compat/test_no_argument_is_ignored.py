@@ -18,8 +18,8 @@ from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
 from generation.rollouts.tools import ToolLimits
 from tests.conftest import ROOT
+from tests.support.small_tokenizer import small_tokenizer
 from tests.unit.generation.compat.test_chatlearn import SIZES, FakeLLM
-from tests.unit.small_tokenizer import small_tokenizer
 from trainer.config.schema import TrainConfig
 
 PAGE = (ROOT / "docs" / "interfaces.md").read_text()

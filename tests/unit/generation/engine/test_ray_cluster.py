@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.distributed.real_run import GONE_SECONDS, ROOT
+from tests.support.real_run import GONE_SECONDS, ROOT
 
 STARTED = """
 import json, time
@@ -33,7 +33,7 @@ STRANGER = "import sys, ray; ray.init(sys.argv[1], logging_level='CRITICAL', log
 
 
 @pytest.mark.timeout(300)
-def test_a_cluster_of_ones_own_is_on_loopback_takes_no_stranger_and_ends_with_its_process() -> None:
+def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STARTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as started:

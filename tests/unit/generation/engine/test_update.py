@@ -83,7 +83,7 @@ def test_weights_are_not_changed_under_running_requests(engine: Any) -> None:
     assert engine.state.version == 4
 
 
-def test_workers_tell_the_version_unless_it_is_given_and_their_complaints_end_the_update(engine: Any) -> None:
+def test_workers_tell_the_version_and_their_complaints_end_the_update(engine: Any) -> None:
     engine.llm.outcomes = [{"error": None, "version": 7}, {"error": None, "version": 7}]
     asyncio.run(engine.receive("load"))
     assert engine.state.version == 7

@@ -88,7 +88,7 @@ def test_engines_do_not_tell_that_triton_is_not_there(monkeypatch: pytest.Monkey
         assert "Triton" not in done.stderr
 
 
-def test_engines_of_several_ranks_share_neither_ports_nor_a_cache_that_is_written_in_place(
+def test_engines_of_several_ranks_share_neither_ports_nor_a_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/fast")

@@ -15,8 +15,8 @@ from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.episode import PolicyLLM, encode_following
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
-from tests.unit.scripted import END, Counting, ScriptedEngine, handle, merging_tokenizer, run, spelled
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.scripted import END, Counting, ScriptedEngine, handle, merging_tokenizer, run, spelled
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.learning.groups import to_sample
 
 TOKENIZER = merging_tokenizer()

@@ -13,8 +13,8 @@ import pytest
 
 from generation.rollouts.agent import environment_class, environment_rollout, environment_tools
 from generation.trajectory import Trajectory
+from tests.support.scripted import ScriptedEngine, run
 from tests.unit.generation.rollouts.test_environments import TOKENIZER, agent, say
-from tests.unit.scripted import ScriptedEngine, run
 
 ASKED = [[{"role": "user", "content": "Play."}]]
 

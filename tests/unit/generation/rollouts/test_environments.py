@@ -28,7 +28,7 @@ from generation.rollouts.tools import (
     tools_by_name,
 )
 from generation.trajectory import Trajectory
-from tests.unit.scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
+from tests.support.scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
 from trainer.config.schema import TrainConfig
 from trainer.rollouts.level import RolloutLevel
 

@@ -14,8 +14,8 @@ from generation.rollouts.episode import RolloutSettings, one_shot
 from generation.rollouts.sampler_prompts import Prompts, PromptText
 from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser
 from generation.trajectory import Trajectory
-from tests.pictures import images, picture
-from tests.unit.scripted import Answers, ScriptedEngine, run
+from tests.support.pictures import images, picture
+from tests.support.scripted import Answers, ScriptedEngine, run
 
 SIZES = [(98, 70), (56, 56), (30, 200)]
 PICTURES = images(*SIZES)
@@ -104,9 +104,7 @@ def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(pro
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
-def test_the_image_of_a_samplers_next_turn_stands_behind_an_answer_that_has_ended_or_not(
-    processor: ImageProcessor, end: str
-) -> None:
+def test_the_image_of_a_samplers_next_turn_stands_behind_the_answer(processor: ImageProcessor, end: str) -> None:
     tokenizer, messages = processor.tokenizer, [user("", "what?")]
     ids, spans = processor.expand(messages, PICTURES[:1])
     start = PromptText("?", ids, messages=messages, images=PICTURES[:1], image_spans=spans)

@@ -20,8 +20,8 @@ from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.tools import ToolCall, ToolError, ToolLimits, ToolRunner, parse_hermes, tools_by_name
 from tests.conftest import ROOT
+from tests.support.scripted import ScriptedEngine, run
 from tests.unit.generation.rollouts.test_environments import TOKENIZER, bytes_of, say
-from tests.unit.scripted import ScriptedEngine, run
 
 pytest.importorskip("mcp", reason="the MCP SDK lacks cryptography here, which it imports", exc_type=ImportError)
 COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]

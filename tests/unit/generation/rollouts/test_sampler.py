@@ -17,7 +17,7 @@ from generation.rollouts.sampler import make_sampler, trajectories
 from generation.rollouts.sampler_llm import off_policy
 from generation.rollouts.sampler_prompts import Prompts, PromptText, prompt_batch
 from generation.trajectory import Trajectory
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 
 
 def output(prompt: list[int], answer: list[int], name: str = "r", flat: bool = False, others: int = 0) -> RequestOutput:
@@ -216,7 +216,7 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     assert tokenizer.decode(chat.token_ids[len(answer.ids) :]) == "<user>more<assistant>"
 
 
-def test_an_answer_without_text_is_gone_on_from_and_not_taken_for_a_question_asked_again() -> None:
+def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> None:
     """EOS alone has no text; in the words of a sampler nothing was said, but it was sampled."""
     prompts, start, answer = prompts_after("", [2])
     asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])

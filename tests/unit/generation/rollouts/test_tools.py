@@ -23,7 +23,7 @@ from generation.rollouts.tools import (
     tools_by_name,
 )
 from tests.conftest import ROOT
-from tests.unit.scripted import ScriptedEngine, merging_tokenizer, run, spelled
+from tests.support.scripted import ScriptedEngine, merging_tokenizer, run, spelled
 
 TOKENIZER = merging_tokenizer()
 say = functools.partial(spelled, TOKENIZER)

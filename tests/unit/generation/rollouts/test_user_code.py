@@ -20,9 +20,9 @@ from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import prompt_batch
 from generation.rollouts.user_code import UserCodeError, call_user, contained, described
 from generation.trajectory import Trajectory
+from tests.support.learning_steps import as_answers
+from tests.support.scripted import ScriptedEngine, handle, merging_tokenizer, run, spelled
 from tests.unit.generation.rollouts.test_environments import Shop, agent
-from tests.unit.learning_steps import as_answers
-from tests.unit.scripted import ScriptedEngine, handle, merging_tokenizer, run, spelled
 from trainer.learning.metrics import rollout_metrics
 from trainer.rollouts.pool import RolloutError, check_failures
 
@@ -368,7 +368,7 @@ def test_the_time_for_which_an_answer_is_parked_is_not_the_client_s(parked_s: fl
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, 10**400, "1.0", [1.0]])
-def test_rewards_that_cannot_be_learned_from_fail_their_episode_and_name_their_source(reward: Any) -> None:
+def test_rewards_that_cannot_be_learned_from_fail_their_episode(reward: Any) -> None:
     what = f"{type(reward).__name__}, which is not a number"
     if isinstance(reward, float | int):
         what = f"{'inf' if reward == 10**400 else reward}, which is not a finite float32"

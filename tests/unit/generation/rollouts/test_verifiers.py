@@ -11,7 +11,7 @@ import yaml
 from generation.rollouts.client import Scored
 from generation.rollouts.client_process import ClientError, ClientProcesses
 from generation.rollouts.environments import verifiers
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config, to_yaml
 from trainer.data import load_prompts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.forked import PYTHON
+from tests.support.forked import PYTHON
 from trainer.commands import doctor
 from trainer.commands.doctor import Device, Finding, Machine, judge, judge_recipe
 

@@ -151,7 +151,7 @@ def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> Non
     assert staging_bytes(config, sizes, 1, cut=False) < staging_bytes(merged, sizes, 1, cut=False)
 
 
-def test_staging_is_two_buckets_where_engines_replay_and_as_large_as_the_embedding_the_first_time(
+def test_staging_is_two_buckets_but_for_the_first_time(
     tiny_qwen2: Path,
 ) -> None:
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
@@ -172,7 +172,7 @@ def test_staging_is_two_buckets_where_engines_replay_and_as_large_as_the_embeddi
         assert staging_bytes(config, sizes, 2, cut=True) == 2 * largest
 
 
-def test_ways_without_common_memory_have_buffers_on_both_sides_and_a_folder_holds_no_parts(tiny_qwen2: Path) -> None:
+def test_ways_without_common_memory_have_buffers_on_both_sides(tiny_qwen2: Path) -> None:
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
     staged, broadcast, storage = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.commands.sft import cross_entropy, load_transcripts
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 
 from generation.importing import importable, load
 from sharding.ranks import agreed
-from tests.bad_configs import Case, Folder, Outcome, search
+from tests.support.bad_configs import Case, Folder, Outcome, search
 from trainer.cli import main
 from trainer.config.machine import device_gib, unwritable
 from trainer.errors import UserError, shown

@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from tests.conftest import ROOT
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.cli import main
 
 RECIPE = """

@@ -426,7 +426,7 @@ def test_a_way_that_is_not_there_is_named(config: dict) -> None:
     assert sentence == "sync.way: 'absent.py:Way' cannot be loaded: there is no file absent.py"
 
 
-def test_without_a_network_a_name_that_is_not_a_folder_is_refused_before_the_hub_is_asked(
+def test_without_a_network_a_name_that_is_not_a_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By a connection of our own to where the hub should be; what has been fetched before is still found."""

@@ -267,7 +267,7 @@ def on_third_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.set_device(3)
 
 
-def test_threads_that_may_touch_tensors_are_on_the_device_of_the_rank_that_started_them(
+def test_threads_that_may_touch_tensors_are_on_the_device_of_their_rank(
     on_third_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found: dict[str, int] = {}
@@ -301,7 +301,7 @@ def test_threads_that_may_touch_tensors_are_on_the_device_of_the_rank_that_start
     )
 
 
-def test_a_first_node_whose_name_means_loopback_is_refused_before_others_are_told_of_it(
+def test_a_first_node_whose_name_means_loopback_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Debian writes a machine's own name into /etc/hosts; gloo on the other nodes would wait for it in vain."""
@@ -330,7 +330,7 @@ def test_a_first_node_whose_name_means_loopback_is_refused_before_others_are_tol
         ({"torch": "2.13.0", "torchvision": "0.28.0+cpu"}, "torchvision"),
     ],
 )
-def test_a_torchvision_built_for_another_torch_is_refused_with_the_command_that_removes_it(
+def test_a_torchvision_built_for_another_torch_is_refused_with_a_remedy(
     installed: dict[str, str], unfit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:

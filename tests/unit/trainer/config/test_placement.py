@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.real_run import ROOT
+from tests.support.real_run import ROOT
 from trainer.config.placement import PLACEMENTS, engine_workers, generating_ranks, leads_engine, training_ranks
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig

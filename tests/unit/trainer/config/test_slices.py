@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.learning_steps import make_config
+from tests.support.learning_steps import make_config
 from trainer.commands.plan import batch_lines
 from trainer.config.checks import find_problems
 from trainer.config.schema import TrainConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from generation.trajectory import Trajectory, by_episode
-from tests.unit.learning_steps import TablePolicy, as_answers, as_step, make_config, on_ranks, random_step
+from tests.support.learning_steps import TablePolicy, as_answers, as_step, make_config, on_ranks, random_step
 from trainer.learning import Learner
 from trainer.learning.answer_rows import Watched, answer_rows, token_rows
 from trainer.learning.answers import Answer

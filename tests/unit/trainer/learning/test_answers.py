@@ -14,8 +14,8 @@ import torch
 from generation.images import StoredImage
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, all_to_all_bytes, rank
-from tests.pictures import images
-from tests.unit.learning_steps import as_answers, on_ranks, random_step
+from tests.support.learning_steps import as_answers, on_ranks, random_step
+from tests.support.pictures import images
 from trainer.config.schema import AlgorithmConfig
 from trainer.errors import UserError
 from trainer.learning import rollout_metrics
@@ -184,7 +184,7 @@ class Sent(Exception):
 
 
 @pytest.mark.parametrize("ranks", [1, 64, 512])
-def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer_however_many_ranks_there_are(ranks: int) -> None:
+def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -> None:
     """Counted by what each of so many ranks, 16 answers on each, would send to each."""
     share, known, told, tokens = 16, [], [], [0] * ranks
     for number in range(ranks):
@@ -224,7 +224,7 @@ def spoken(prompt: int, sample: int, length: int) -> Trajectory:
     return Trajectory(prompt, sample, [3] * 10, [5] * length, [1] * length, [-1.0] * length, reward=sample / 3)
 
 
-def test_images_go_with_their_sequence_once_each_and_those_of_the_data_are_read_where_it_is_trained_on(
+def test_images_travel_once_and_those_of_the_data_are_read_where_they_are_trained(
     tmp_path: Path,
 ) -> None:
     """They are in no message to a rank that does not train on them, nor to all."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
-from tests.unit.learning_steps import as_answers, make_config, random_step
+from tests.support.learning_steps import as_answers, make_config, random_step
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import longest_answer
 from trainer.errors import UserError
@@ -220,7 +220,7 @@ def first_advantages(step: list[Trajectory], config: TrainConfig) -> list[float]
     return [advantages[0] for _, advantages, _ in credited(step, config, parts=1)]
 
 
-def test_leave_one_out_of_an_episode_in_three_parts_is_that_of_skyrls_step_wise_training() -> None:
+def test_leave_one_out_of_an_episode_in_parts_is_skyrls_step_wise_training() -> None:
     """1, 1, 1, -1, as SkyRL's `RayPPOTrainer.compute_advantages_and_returns` (skyrl/train/trainer.py) has it.
 
     There the last step of each trajectory is put through `compute_rloo_outcome_advantage`, here rewards of 1 and 0, and
@@ -244,7 +244,7 @@ def test_whether_a_group_has_a_signal_is_a_matter_of_its_episodes() -> None:
     assert [answer.trajectory for answer in episode] == [other]
 
 
-def test_length_is_that_of_the_whole_episode_and_the_overlong_penalty_that_of_its_longest_part() -> None:
+def test_length_is_the_episodes_and_the_overlong_penalty_its_longest_parts() -> None:
     step = [one_turn(0, 3, reward=1.0), one_turn(0, 5, reward=1.0), one_turn(1, 2, reward=1.0)]
     config = make_config(algorithm={"length_strength": 1.0, "normalize_std": False}, sampling={"max_tokens": 8})
     worth = 1 / (1 + 8 / 5), 1 / (1 + 2 / 5)
@@ -255,7 +255,7 @@ def test_length_is_that_of_the_whole_episode_and_the_overlong_penalty_that_of_it
     assert first_advantages(step, config) == pytest.approx([-0.125, -0.125, 0.125])
 
 
-def test_a_token_over_the_margin_costs_little_where_rewards_are_normalised_one_by_one() -> None:
+def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() -> None:
     """Of eight answers two are right, one of them a single token into a margin of 800, for which it loses 1/800."""
     lengths = [201, *[100] * 7]
     rewards = [1.0, 1.0, *[0.0] * 6]

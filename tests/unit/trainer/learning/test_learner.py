@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import as_answers, as_step, on_ranks
+from tests.support.learning_steps import as_answers, as_step, on_ranks
 from trainer.config.schema import TrainConfig
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample
@@ -196,7 +196,7 @@ def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[s
     assert metrics["gap/mean"] == pytest.approx(sum(distances) / len(distances), abs=1e-6)
 
 
-def test_the_gap_of_a_large_step_is_measured_on_some_of_its_answers_alike_on_any_number_of_ranks() -> None:
+def test_the_gap_of_a_large_step_is_measured_alike_on_any_number_of_ranks() -> None:
     steps = [trajectory(p, s, 1.0, [7 + p, 7]) for p in range(20) for s in range(8)]
 
     def learned() -> tuple[dict[str, float], int]:

@@ -9,7 +9,7 @@ import torch
 
 from generation.trajectory import Trajectory
 from sharding.ranks import rank
-from tests.unit.learning_steps import TablePolicy, make_config, on_ranks, random_step
+from tests.support.learning_steps import TablePolicy, make_config, on_ranks, random_step
 from trainer.learning.answers import gather_answers, hand_over
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import make_groups, to_sample
@@ -112,7 +112,7 @@ def test_a_fault_of_the_sync_is_in_the_gap_whatever_the_age_of_the_other_tokens(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_where_no_trained_token_is_of_the_present_version_the_gap_is_measured_on_answers_that_wait(ranks: int) -> None:
+def test_without_a_trained_token_of_now_the_gap_is_measured_on_answers_that_wait(ranks: int) -> None:
     trajectories = step()
     for t in trajectories:
         t.versions, t.weight_version = [(3, 0)], 3
@@ -123,7 +123,7 @@ def test_where_no_trained_token_is_of_the_present_version_the_gap_is_measured_on
 
 
 @pytest.mark.parametrize("mask_old", [False, True])
-def test_every_rank_knows_how_many_tokens_are_old_and_the_one_that_trains_on_them_which(mask_old: bool) -> None:
+def test_every_rank_knows_how_many_tokens_are_old_and_who_trains_them_which(mask_old: bool) -> None:
     trajectories = random_step(6, 3, seed=4)
     for number, t in enumerate(trajectories):
         newer = range(1, len(t.response_ids), 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
+from tests.support.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
 from trainer.algorithms import losses
 from trainer.config.algorithm import check_algorithm
 from trainer.errors import UserError

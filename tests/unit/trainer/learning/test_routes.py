@@ -9,7 +9,7 @@ import torch
 
 from generation.trajectory import Trajectory
 from sharding.ranks import all_to_all_bytes, rank, send_to_all
-from tests.unit.learning_steps import as_answers, on_ranks
+from tests.support.learning_steps import as_answers, on_ranks
 from trainer.learning.answers import gather_answers, hand_over
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
@@ -48,7 +48,7 @@ def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteF
         assert sample.input_ids == trajectory.prompt_ids + trajectory.response_ids
 
 
-def test_all_are_told_as_many_bytes_as_without_routes_and_each_is_handed_the_rows_of_its_own_samples() -> None:
+def test_a_rank_is_handed_the_routes_of_its_own_samples_alone() -> None:
     step = [answered(FORMAT, 2 + seed, (1,) * (1 + seed % 3), seed) for seed in range(9)]
     for prompt, made in enumerate(step):
         made.prompt_index, made.sample_index = prompt, 0

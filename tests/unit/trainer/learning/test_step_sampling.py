@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import as_answers, make_config
+from tests.support.learning_steps import as_answers, make_config
 from trainer.data import Prompt, PromptDataset
 from trainer.learning import StepSampling
 from trainer.learning.groups import make_groups

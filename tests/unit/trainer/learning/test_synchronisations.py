@@ -23,8 +23,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from tests.row_advantages import advantages
-from tests.waits import Waits
+from tests.support.row_advantages import advantages
+from tests.support.waits import Waits
 from trainer.config.algorithm import PRESETS
 from trainer.config.schema import AlgorithmConfig
 from trainer.learning.batching import micro_batches

@@ -12,7 +12,7 @@ from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import engine_arguments
 from sharding.send.source import LowRank, MergingWeightSource
 from sharding.wire import low_rank
-from tests.gathering import sent, sent_in_parts
+from tests.support.gathering import sent, sent_in_parts
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
 from trainer.policy import lora

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.row_advantages import advantage, advantages
+from tests.support.row_advantages import advantage, advantages
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.row_advantages import advantages
+from tests.support.row_advantages import advantages
 from tests.unit.trainer.policy.test_packing import make_samples
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
@@ -324,7 +324,7 @@ def test_routers_are_found_in_the_layers_that_have_experts() -> None:
     assert find_routers(on_meta(Qwen2Config(**SHAPE))) == {}
 
 
-def test_routers_that_cannot_be_replaced_are_refused_by_name_unless_they_decide_themselves() -> None:
+def test_routers_that_cannot_be_replaced_are_refused_by_name() -> None:
     model = on_meta(CONFIGS["qwen3_moe"]())
     gate = model.model.layers[1].mlp.gate
     inner = gate.forward

@@ -11,8 +11,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
-from tests.row_advantages import advantages
-from tests.seen_rows import make_rows, plain_outputs
+from tests.support.row_advantages import advantages
+from tests.support.seen_rows import make_rows, plain_outputs
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import model_sizes
@@ -161,7 +161,7 @@ def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyMode
         outputs(module, batch, TEMPERATURE)
 
 
-def test_gemma_s_images_see_themselves_both_ways_where_rows_are_padded_and_packs_are_refused(
+def test_gemmas_images_attend_both_ways_in_padded_rows_and_packs_are_refused(
     tiny_vlm: TinyModel,
 ) -> None:
     folder = tiny_vlm(architecture="gemma3")
@@ -241,7 +241,7 @@ def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
     assert seen - module.work.flops == 2.0 * elements * (40 - blank)
 
 
-def test_what_is_frozen_stays_as_it_was_where_the_policy_computes_with_an_engine_s_weights(tiny_vlm: TinyModel) -> None:
+def test_what_is_frozen_stays_where_the_policy_computes_with_an_engines_weights(tiny_vlm: TinyModel) -> None:
     """In bfloat16, in which the frozen weights are kept as well; all are named, so that an engine gets them."""
     folder = tiny_vlm()
     settings = PolicyConfig(dtype="bfloat16", lr=1e-2, freeze=["vision"])

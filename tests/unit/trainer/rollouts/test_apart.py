@@ -18,7 +18,7 @@ from sharding.apart.orders import PendingCall, TrainersApart, _line
 from sharding.ranks import RemoteError, rank
 from sharding.send.push import SyncSettings
 from sharding.wire.channel import SyncError
-from tests.unit.learning_steps import make_config, on_ranks
+from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.placement import check_placement
 from trainer.config.schema import TrainConfig
 from trainer.rollouts.apart import Apart, hand_over, take_over
@@ -146,7 +146,7 @@ def source_apart(lag: int, steps: int = 9, start: Path | None = None, **rollout:
     return Apart(config, engines, start), engines  # type: ignore[arg-type]
 
 
-def test_a_step_is_ordered_from_its_own_prompts_on_and_with_a_lag_when_the_shift_before_is_over(
+def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for lag in (0, 1):
@@ -177,7 +177,7 @@ def test_answers_of_the_next_step_are_part_of_a_checkpoint_once_they_are_there(
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_random_states_of_ranks_that_generate_come_back_in_the_first_order_after_a_checkpoint(
+def test_random_states_of_generating_ranks_come_back_in_the_first_order(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.rollouts.apart.take_over", lambda: of_rank(1, step=2))

@@ -26,7 +26,7 @@ from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSetti
 from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, rank, world_size
-from tests.unit.learning_steps import make_config, on_ranks
+from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
@@ -194,7 +194,7 @@ def together(steps: list[list[Step]], index: int) -> dict[tuple[int, int], Traje
     return found
 
 
-def test_each_prompt_is_trained_once_in_its_group_with_the_tokens_it_has_without_slices() -> None:
+def test_each_prompt_is_trained_once_with_the_tokens_it_has_without_slices() -> None:
     plain, cut = run(config(None), 12), run(config(), 13)
     whole = {place: t for index in range(12) for place, t in together(plain, index).items()}
     trained: Counter[tuple[int, int]] = Counter()

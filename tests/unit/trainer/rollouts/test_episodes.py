@@ -9,9 +9,9 @@ import pytest
 
 from generation.rollouts.episode import one_shot
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import as_answers
-from tests.unit.scripted import merging_tokenizer
-from tests.unit.small_tokenizer import small_tokenizer
+from tests.support.learning_steps import as_answers
+from tests.support.scripted import merging_tokenizer
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.checks import find_problems
 from trainer.config.schema import RewardConfig, TrainConfig
 from trainer.data import Prompt

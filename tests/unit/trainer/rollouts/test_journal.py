@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from generation.trajectory import Trajectory
-from tests.unit.learning_steps import on_ranks
+from tests.support.learning_steps import on_ranks
 from tests.unit.trainer.rollouts.test_carried import Checks, Crew, config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import check_slices
@@ -73,7 +73,7 @@ def files(own: TrainConfig) -> set[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_sampled_before_a_death_is_learned_from_again_and_then_sampling_goes_on(
+def test_what_was_sampled_before_a_death_is_learned_from_again(
     tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     straight, each = run(recipe(tmp_path / "straight"), 5, ranks)
@@ -175,7 +175,7 @@ class Recorded:
         self.calls.append(("replayed, then ahead" if ahead else "replayed", rounds[-1].step))
 
 
-def test_a_source_hears_which_steps_were_replayed_and_whether_the_next_one_is_to_be_sampled(tmp_path: Path) -> None:
+def test_a_source_hears_which_steps_were_replayed_and_if_the_next_is_sampled(tmp_path: Path) -> None:
     """With engines apart the next step may have to be ordered ahead, and the engines' ranks go on from its states."""
     for steps, calls in (
         (3, [("produced", 1), ("produced", 2), ("produced", 3)]),

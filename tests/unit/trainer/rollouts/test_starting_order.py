@@ -11,7 +11,7 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.thread import EngineThread
 from generation.rollouts.episode import RolloutSettings, one_shot
-from tests.unit.scripted import ScriptedEngine
+from tests.support.scripted import ScriptedEngine
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.learning.answers import Answer

@@ -19,7 +19,7 @@ import numpy
 import pytest
 import torch
 
-from tests.children import in_child
+from tests.support.children import in_child
 from trainer.errors import UserError
 from trainer.run import checkpoint
 

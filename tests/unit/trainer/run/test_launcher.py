@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.distributed.real_run import ROOT, listening
+from tests.support.real_run import ROOT, listening
 from trainer import launcher
 from trainer.distributed import PREFIX
 from trainer.errors import UserError

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.children import in_child
+from tests.support.children import in_child
 from trainer.commands.report_page import page_data
 from trainer.commands.report_record import read_record, state
 from trainer.run import records

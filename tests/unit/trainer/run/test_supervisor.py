@@ -91,9 +91,7 @@ def test_what_a_launcher_says_it_has_saved_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step_2", "step_40"])
-def test_what_was_saved_counts_when_the_launcher_was_killed_and_where_it_replaces_older(
-    tmp_path: Path, name: str
-) -> None:
+def test_what_was_saved_counts_when_the_launcher_was_killed(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")

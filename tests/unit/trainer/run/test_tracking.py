@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from generation.images import thumbnail
-from tests.pictures import images
-from tests.wandb_files import wandb_records
+from tests.support.pictures import images
+from tests.support.wandb_files import wandb_records
 from trainer.run import tracking
 from trainer.run.tracking import NullTracker, make_tracker
 

@@ -1,7 +1,7 @@
 """Whole runs that are forked from a process that has imported everything, for tests of what they compute.
 
 A rank imports for 10 s of CPU time: of many runs that would be most of the time. Here it is a server that has imported
-it (`tests/forked.py`), from which the ranks of `launch.py` come, too.
+it (`tests/support/forked.py`), from which the ranks of `launch.py` come, too.
 
 The launcher is the real one, with torchrun's own agent, whose ranks are forked instead of exec'd. What starts a run
 otherwise, and what processes learn from their command lines, is tried with runs of `scripts/train.sh` itself.
@@ -26,7 +26,7 @@ import setproctitle
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from generation.engine import forkserver
-from tests import forked
+from tests.support import forked
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +139,7 @@ def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None
         setproctitle.setproctitle(" ".join([sys.executable, "-m", *args]))
         os.environ.clear()
         os.environ.update(environment)
-        import_module("tests.distributed.changing.sitecustomize").change_what_is_loaded()
+        import_module("tests.support.changing.sitecustomize").change_what_is_loaded()
         plots: Any = import_module("trainer.run.plots")
         plots.plot_curves = lambda folder: folder / "curves.png"  # drawing takes a third of a short run
         if "ray" in args:

@@ -1,7 +1,7 @@
 """Updates of large models on tensors without data, by as many ranks as one likes, of which this process is the first.
 
-PYTHONPATH=. python tests/simulated_ranks.py            # the whole grid, in two minutes: planned against tracked
-PYTHONPATH=. python tests/simulated_ranks.py 7b,8,4     # one: model, ranks, and layers in place of the model's own
+PYTHONPATH=. python tests/support/simulated_ranks.py          # the whole grid, in two minutes: planned against tracked
+PYTHONPATH=. python tests/support/simulated_ranks.py 7b,8,4   # one: model, ranks, and layers in place of its own
 """
 
 import json
@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, Qwen2Config
 
-from tests.counted_collectives import check_traffic
-from tests.distributed import policy_checks as checks
+from tests.support import policy_checks as checks
+from tests.support.counted_collectives import check_traffic
 from trainer.config.schema import TrainConfig
 from trainer.estimates.memory import trainer_parts
 from trainer.estimates.model_sizes import model_sizes

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import Image, ImageProcessor
-from tests.distributed import policy_checks as checks
-from tests.row_advantages import advantage
+from tests.support import policy_checks as checks
+from tests.support.row_advantages import advantage
 from trainer.types import Sample
 
 

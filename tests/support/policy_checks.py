@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 from sharding.ranks import agree, all_reduce_sum, rank, sum_counts, world_size
 from sharding.send.source import FsdpWeightSource
-from tests.gathering import assert_ranks_hold, sent, sent_in_parts
-from tests.row_advantages import advantage, advantages
+from tests.support.gathering import assert_ranks_hold, sent, sent_in_parts
+from tests.support.row_advantages import advantage, advantages
 from trainer.algorithms import aggregation
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
@@ -200,7 +200,7 @@ def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
 
 def check_planned_traffic(folder: Path, **settings: Any) -> None:
     """The plan counts on the collectives that are called."""
-    from tests.counted_collectives import check_traffic  # it has this module's models
+    from tests.support.counted_collectives import check_traffic  # it has this module's models
 
     for tied in (True, False):
         check_traffic(folder, tied, activation_checkpointing="full", **settings)
@@ -497,7 +497,7 @@ def three_ranks(models: str, results: str) -> None:
 
 
 def main() -> None:
-    """By hand, on one rank: python tests/distributed/policy_checks.py"""
+    """By hand, on one rank: python tests/support/policy_checks.py"""
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         two_ranks(folder, str(Path(folder) / "results.json"))

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 import hotbunk_torchvision
 from generation.engine import forkserver
-from tests.distributed import preloaded
+from tests.support import preloaded
 from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]

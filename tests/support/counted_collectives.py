@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding.ranks import world_size
-from tests.distributed import policy_checks as checks
+from tests.support import policy_checks as checks
 from trainer.config.schema import TrainConfig
 from trainer.estimates.model_sizes import model_sizes
 from trainer.estimates.time import Traffic, update_traffic

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from sharding.ranks import all_reduce_sum, world_size
-from tests.distributed import policy_checks as checks
+from tests.support import policy_checks as checks
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.policy import FsdpPolicy, Outputs
 from trainer.policy.critic import Critic

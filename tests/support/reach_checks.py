@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from sharding.ranks import agree, rank, world_size
 from sharding.send.pull import Pull
 from sharding.send.source import ShardedSource
-from tests.distributed import policy_checks as checks
-from tests.distributed.deepspeed_checks import zero_policy
-from tests.distributed.lora_checks import lora_policy
+from tests.support import policy_checks as checks
+from tests.support.deepspeed_checks import zero_policy
+from tests.support.lora_checks import lora_policy
 from trainer.build import weight_source
 from trainer.distributed import init_process_group
 
@@ -75,7 +75,7 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
     """The first sync records, the second replays; in between the policy gets other weights, which it then saves. At
     last all that vLLM's model holds is wiped out, and read from the ranks' shards.
     """
-    from tests.in_process import InProcess
+    from tests.support.in_process import InProcess
 
     policy = make_policy(folder, backend, adapted)
     source = weight_source(policy, torch.float32)
@@ -135,7 +135,7 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
 
     from generation.engine.settings import EngineSettings
     from generation.engine.vllm_compat import engine_arguments
-    from tests.in_process import Worker
+    from tests.support.in_process import Worker
 
     here = {"distributed_executor_backend": "external_launcher"}
     settings = EngineSettings(

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.engine.bad_requests import CHAT, COMPLETIONS, GOOD, USER, alternatives
+from tests.support.bad_requests import CHAT, COMPLETIONS, GOOD, USER, alternatives
 
 ANSWER_SECONDS = 60.0
 """A request that is answered later hangs."""

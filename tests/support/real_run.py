@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import yaml
 
-from tests import shared_memory
-from tests.distributed.preloaded import Launcher
+from tests.support import shared_memory
+from tests.support.preloaded import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
@@ -48,7 +48,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
         "algorithm": {"group_size": 4},
         "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256},
         # Random models are hardly ever right: rewarding length gives every group something to learn.
-        "reward": {"functions": [{"name": f"{ROOT}/tests/distributed/digit_reward.py:many_digits"}], "workers": 1},
+        "reward": {"functions": [{"name": f"{ROOT}/tests/support/digit_reward.py:many_digits"}], "workers": 1},
         "tracking": {"wandb": "disabled"},
     }
     for section, values in overrides.items():
@@ -60,7 +60,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
 
 def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
     """A tiny model that sees, and the sections of a recipe for it: rows of 0, 1 and 2 images of different sizes."""
-    from tests.pictures import picture
+    from tests.support.pictures import picture
     from trainer.commands.tiny_vlm import make_tiny_vlm
 
     for width in (28, 56, 84):
@@ -114,7 +114,7 @@ class Run:
         changes = {"HOTBUNK_TEST_PHASES": phases, "HOTBUNK_TEST_STALE": stale, "HOTBUNK_TEST_IMPORTS": imports}
         for variable, value in changes.items():
             if value is not None:
-                paths = [str(ROOT / "tests/distributed/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                paths = [str(ROOT / "tests/support/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
                 environment |= {variable: str(value), "PYTHONPATH": ":".join(paths)}
         options = [str(recipe), "--run.name", name, *arguments]
         if preloaded:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WAITING = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_scatter_backward", "masked_select",
     "nonzero", "repeat_interleave", "unique", "unique_consecutive", "unique_dim",

@@ -3,8 +3,8 @@
 Half are drawn from the schema: values of the right type at, inside and just outside of their bounds. Half are not:
 other types, numbers that are none, paths, files of model and data, torchrun's variables, code that does not load.
 
-    PYTHONPATH=.:scripts python tests/bad_configs.py check 600  # all of them through --dry-run, in this process
-    PYTHONPATH=.:scripts python tests/bad_configs.py run 30     # as many of the accepted ones for one step
+    PYTHONPATH=.:scripts python tests/support/bad_configs.py check 600  # all of them through --dry-run, in this process
+    PYTHONPATH=.:scripts python tests/support/bad_configs.py run 30     # as many of the accepted ones for one step
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tests.conftest  # noqa: F401 - it sets the environment
-from tests.distributed.real_run import write_recipe
+from tests.support.real_run import write_recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
 

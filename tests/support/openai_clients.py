@@ -20,7 +20,7 @@ from generation.rollouts.client_process import ClientCommand, ClientProcesses
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.server import OpenAIServer, ServerSettings
 from generation.trajectory import Trajectory
-from tests.engine.bad_requests import Request
+from tests.support.bad_requests import Request
 from trainer.engines import start_server
 
 SAMPLING = SamplingSettings(max_tokens=16, temperature=0.8, top_p=0.95, stop_token_ids=[2])

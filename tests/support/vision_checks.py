@@ -14,11 +14,11 @@ from transformers import AutoModelForImageTextToText
 
 from generation.images import ImageProcessor
 from sharding.ranks import rank
-from tests.distributed import critic_checks, three_steps
-from tests.distributed import policy_checks as checks
-from tests.distributed.deepspeed_checks import zero_policy
-from tests.distributed.sequence_checks import sharing
-from tests.seen_rows import make_rows, plain_forward, plain_gradients
+from tests.support import critic_checks, three_steps
+from tests.support import policy_checks as checks
+from tests.support.deepspeed_checks import zero_policy
+from tests.support.seen_rows import make_rows, plain_forward, plain_gradients
+from tests.support.sequence_checks import sharing
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
 from trainer.model_structure import seeing

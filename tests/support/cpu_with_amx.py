@@ -1,6 +1,6 @@
 """Engines on a processor that says it has AMX and bfloat16 instructions: run by test_cpu_kernels.py, not a test.
 
-python -m tests.engine.generation.cpu_with_amx FOLDER prints a line of JSON for each architecture: what its worker sees
+python -m tests.support.cpu_with_amx FOLDER prints a line of JSON for each architecture: what its worker sees
 and has (`KernelReport`), and which ways its two updates were verified.
 """
 
@@ -17,11 +17,11 @@ PROMPT = [14, 50, 77, 120, 9]
 
 def report(folder: Path, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     from generation.engine.sampling import SamplingSettings
-    from tests.colocated import Colocated
+    from tests.support.colocated import Colocated
     from trainer.commands.tiny_model import make_tiny_model
 
     model = make_tiny_model(folder / architecture, architecture=architecture, tied=False, layers=2)
-    extension = "tests.engine.generation.kernel_report.KernelReport"
+    extension = "tests.support.kernel_report.KernelReport"
     with Colocated(model, dtype=dtype, worker_extension=extension) as both:
         both.manager.sleep()
         verified = []

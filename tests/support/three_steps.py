@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import policy_checks as checks
+from tests.support import policy_checks as checks
 from trainer.policy import UpdateStats
 from trainer.types import Sample
 

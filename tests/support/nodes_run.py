@@ -1,6 +1,6 @@
 """A run over several machines that are namespaces on this one, while a machine dies or its link is cut.
 
-    python tests/distributed/nodes_run.py FOLDER [--nodes 4] [--only power cut long-cut slow first]
+    python tests/support/nodes_run.py FOLDER [--nodes 4] [--only power cut long-cut slow first]
 
 Needs root. Each node is one rank with one engine, started by `RESTARTS=… bash scripts/train.sh` as on real machines. It
 trains a tiny model once on as many ranks of this machine, and once on the nodes, where something happens every other
@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from tests.distributed.killed_run import unequal  # noqa: E402
-from tests.distributed.real_run import MACHINE_FIGURES, START_SECONDS, Run, write_recipe  # noqa: E402
-from tests.nodes import Nodes, missing  # noqa: E402
+from tests.support.killed_run import unequal  # noqa: E402
+from tests.support.nodes import Nodes, missing  # noqa: E402
+from tests.support.real_run import MACHINE_FIGURES, START_SECONDS, Run, write_recipe  # noqa: E402
 from trainer.run.records import read_rows  # noqa: E402
 
 

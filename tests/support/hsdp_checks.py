@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from sharding.send.source import FsdpWeightSource
-from tests.distributed import critic_checks, three_steps
-from tests.distributed import policy_checks as checks
-from tests.gathering import assert_ranks_hold, sent_in_parts
+from tests.support import critic_checks, three_steps
+from tests.support import policy_checks as checks
+from tests.support.gathering import assert_ranks_hold, sent_in_parts
 from trainer.distributed import init_process_group
 from trainer.policy import FsdpPolicy
 from trainer.run import checkpoint

@@ -1,6 +1,6 @@
 """A run that is killed, asked to end, and stopped at random, and goes on each time.
 
-    python tests/distributed/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
+    python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R] [--mixture | --images]
                                            [--then RANKS | --alone [--apart]] [--pull]
 
@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from tests.distributed.real_run import Run, differences, seeing_sections, write_recipe  # noqa: E402
+from tests.support.real_run import Run, differences, seeing_sections, write_recipe  # noqa: E402
 
 MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "export")
 STARTS = MOMENTS[:2]
@@ -52,7 +52,7 @@ QUICKER = 8  # is a start of a run that is forked
 END_SECONDS = 90.0  # from a signal to the launcher's end; a rank that is asked to end is given time to save
 STOPPED_SECONDS = 5.0
 NOTHING = "nothing"
-REWARD = f"{ROOT}/tests/distributed/digit_reward.py:LeavesProcesses"
+REWARD = f"{ROOT}/tests/support/digit_reward.py:LeavesProcesses"
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import policy_checks as checks
-from tests.distributed import three_steps
+from tests.support import policy_checks as checks
+from tests.support import three_steps
 from trainer.config.schema import ModelConfig, PolicyConfig, TrainConfig
 from trainer.distributed import init_process_group
 from trainer.estimates.memory import ZERO_BUCKET, trainer_parts

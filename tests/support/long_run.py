@@ -1,6 +1,6 @@
 """What every process of a long run holds on to, step by step: by hand, in some twenty minutes.
 
-    python tests/distributed/long_run.py FOLDER [STEPS] [RUN...]
+    python tests/support/long_run.py FOLDER [STEPS] [RUN...]
 
 Runs of a tiny model (300 steps each by default) with a checkpoint every fifth step. In `client`, episodes are an OpenAI
 client's that is offered a tool, calls it and sends the result back; in `tools`, Hotbunk calls the tool; in `carried`,
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from tests.distributed.real_run import Run, write_recipe  # noqa: E402
+from tests.support.real_run import Run, write_recipe  # noqa: E402
 
 ALLOWED = 50.0  # KiB a step
 POOL = min(32, (os.cpu_count() or 1) + 4)

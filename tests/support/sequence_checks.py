@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sharding.ranks import rank, sum_counts, world_size
-from tests.distributed import critic_checks, deepspeed_checks, lora_checks
-from tests.distributed import policy_checks as checks
-from tests.distributed.deepspeed_checks import _collected
+from tests.support import critic_checks, deepspeed_checks, lora_checks
+from tests.support import policy_checks as checks
+from tests.support.deepspeed_checks import _collected
 from trainer.commands import sft
 from trainer.config.schema import TrainConfig
 from trainer.distributed import init_process_group

@@ -1,7 +1,8 @@
 """What tests start is forked, where how it starts is not what they look at: imports are most of what a short run costs.
 
 Two processes import all there is to import, of which one finds torchvision, once somebody asks for a process of theirs.
-All of pytest's processes share them, and are such forks themselves. `python tests/forked.py ...` is `python ...`.
+All of pytest's processes share them, and are such forks themselves. `python tests/support/forked.py ...` is a forked
+`python ...`.
 """
 
 import atexit
@@ -26,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (sys.executable, __file__)
 """A command for `python`, forked from what finds torchvision if HOTBUNK_IMAGES is set."""
 
@@ -44,7 +45,7 @@ def start_servers() -> None:
         listener.bind(arbitrary_address("AF_UNIX"))
         listener.listen()
         ended, _held = os.pipe()  # the write end is this process's alone
-        code = f"import sys; sys.path[:0] = {[str(ROOT)]}; from tests.forked import serve"
+        code = f"import sys; sys.path[:0] = {[str(ROOT)]}; from tests.support.forked import serve"
         code += f"; serve({listener.fileno()}, {ended}, {bool(images)})"
         quiet = os.environ | {"TORCH_LOGS": "-torch._library.triton"}
         descriptors = (listener.fileno(), ended)
@@ -64,7 +65,7 @@ def serve(listener: int, ended: int, images: bool) -> None:
     hidden: Any = None
     sys.modules["ray"] = hidden  # vLLM imports it where it can; it reads its environment as it is imported
     with suppress(ImportError):  # of vLLM, where it is not the build for CPUs
-        for name in import_module("tests.distributed.preloaded").MODULES[images]:
+        for name in import_module("tests.support.preloaded").MODULES[images]:
             import_module(name)
         import_module("generation.engine.forkserver").prepare()
     multiprocessing.forkserver.main(listener, ended, [])  # type: ignore[attr-defined]
@@ -166,4 +167,4 @@ def _be_python(streams: Any, arguments: list[str], environment: dict[str, str], 
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    sys.exit(import_module("tests.forked").main(sys.argv[1:]))
+    sys.exit(import_module("tests.support.forked").main(sys.argv[1:]))

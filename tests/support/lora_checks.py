@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sharding.ranks import is_main
-from tests.distributed import policy_checks as checks
-from tests.distributed.deepspeed_checks import _collected
-from tests.gathering import sent
-from tests.row_advantages import advantage
+from tests.support import policy_checks as checks
+from tests.support.deepspeed_checks import _collected
+from tests.support.gathering import sent
+from tests.support.row_advantages import advantage
 from trainer.build import weight_source
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
