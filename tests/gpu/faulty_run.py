@@ -8,13 +8,17 @@ a step begins, in WHO: the trainer, or the engine's worker.
 """
 
 import ctypes
+import json
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+from tests.distributed.real_run import MACHINE_FIGURES
 
 RECIPE = (
     "scripts/recipes/arithmetic.yaml --run.name softgpu_fault --checkpoint.resume none --run.steps 2 --eval.every 0 "
@@ -25,6 +29,7 @@ WORKER = r"phase sending weights failed on rank 0: SyncError: the worker on [-0-
 LOST = "on cuda:0: CUDA error: unspecified launch failure"
 # Name: ranks, arguments, and what the launcher's last lines have; empty: the run goes on to its end.
 RUNS: dict[str, tuple[int, str, str]] = {
+    "straight": (1, "malloc 0 2 rollout trainer", ""),
     "handle": (1, "open 1 1 sync engine", f"{WORKER}.*mapping of buffer object failed"),
     "lost in update": (1, "lost 5 2 update trainer", f"in phase step 2 > update {LOST}"),
     "lost in sync": (1, "lost 1 2 sync trainer", f"in phase step 2 > generation shift {LOST}"),
@@ -33,6 +38,8 @@ RUNS: dict[str, tuple[int, str, str]] = {
     "full in update": (1, "malloc 1 2 update trainer", "in phase step 2 > update on cuda:0: CUDA out of memory"),
     "killed": (2, "kill 1 2 rollout trainer", "rank 0: was ended by SIGKILL"),
 }
+straight: dict[str, list[dict[str, float]]] = {}
+"""The figures of the run that nothing happens to."""
 
 
 def arm(kind: str, number: int) -> None:
@@ -90,6 +97,10 @@ def run(name: str, ranks: int, module: list[str], wanted: str, environment: dict
     last = [line for line in done.stderr.splitlines() if line.startswith("[hotbunk]   ")]
     left = subprocess.run(["pgrep", "-f", "softgpu_fault"], capture_output=True, text=True, check=False).stdout.split()
     ended = done.returncode != 0 and re.search(wanted, " ".join(last)) if wanted else done.returncode == 0
+    if not wanted:  # the first of these is the one that nothing happens to
+        rows = map(json.loads, Path("runs/softgpu_fault/metrics.jsonl").read_text().splitlines())
+        figures = [{key: row[key] for key in row if not key.startswith(MACHINE_FIGURES)} for row in rows]
+        ended = ended and figures == straight.setdefault("figures", figures)
     fine, said = bool(ended and not left), " ".join(last)[:500]
     print(f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {said} {left or ''}", flush=True)
     if not fine:

@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 venv=${HOTBUNK_VENV:-$PWD/.venv.softgpu}
 HOTBUNK_DEVICE=cuda HOTBUNK_VENV=$venv bash scripts/setup.sh
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
-key=$(cat tests/softgpu/src/* tests/softgpu/*.sh "$venv/.hotbunk" | sha256sum)
+key=$(cat tests/softgpu/src/* tests/softgpu/{build,environment}.sh "$venv/.hotbunk" | sha256sum)
 [ "$(cat "$venv/softgpu/key" 2>/dev/null)" = "$key" ] && exit
 
 # torch finds its own libcudart by its RPATH, before LD_LIBRARY_PATH is looked at, and torchvision brings another one.

@@ -49,6 +49,20 @@ c10::Storage host_storage(const at::Tensor& t) {
   return {c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(pointer), c10::GetAllocator(c10::kCPU), true};
 }
 
+// What may run late (streams.c), into memory that it does not own, as a kernel does: what is given to others meanwhile is theirs.
+using Work = std::function<void()>;
+void run_work(void* data) {
+  std::unique_ptr<Work> work(*static_cast<Work**>(data));
+  at::AutoDispatchBelowADInplaceOrView below;
+  (*work)();
+}
+void enqueue(c10::Device device, Work work, sg_range to, sg_range from) {
+  auto** data = static_cast<Work**>(std::malloc(sizeof(Work*)));
+  *data = new Work(std::move(work));
+  check(sg_enqueue(stream_of(device), run_work, data, to, from));
+}
+sg_range range_of(const at::Tensor& t) { return {t.storage().mutable_data(), t.storage().nbytes()}; }
+
 // The tensors of one call, on both sides. Tensors that share a storage share one on the other side.
 struct Tensors {
   std::unordered_map<c10::TensorImpl*, at::Tensor> originals;                             // by the CPU's view
@@ -88,7 +102,8 @@ struct Tensors {
     c10::cuda::CUDAGuard guard(*device);
     auto dense = t.is_non_overlapping_and_dense() ? t : t.contiguous();
     auto made = at::empty_strided(dense.sizes(), dense.strides(), dense.options().device(*device));
-    if (dense.numel()) std::memcpy(made.data_ptr(), dense.data_ptr(), dense.nbytes());
+    if (dense.numel())  // what a kernel has computed may be there late
+      enqueue(*device, [dense, to = made.data_ptr()]() { std::memcpy(to, dense.data_ptr(), dense.nbytes()); }, range_of(made), {});
     return made;
   }
 
@@ -155,20 +170,6 @@ void check_devices(const std::string& name, const Stack& stack, size_t begin) {
   }
   TORCH_CHECK(!first || !host, message, *first, " and cpu! (", name, ")");
 }
-
-// What may run late (streams.c), on tensors that own nothing, as a kernel does: memory that is given to others meanwhile is theirs.
-using Work = std::function<void()>;
-void run_work(void* data) {
-  std::unique_ptr<Work> work(*static_cast<Work**>(data));
-  at::AutoDispatchBelowADInplaceOrView below;
-  (*work)();
-}
-void enqueue(c10::Device device, Work work, sg_range to, sg_range from) {
-  auto** data = static_cast<Work**>(std::malloc(sizeof(Work*)));
-  *data = new Work(std::move(work));
-  check(sg_enqueue(stream_of(device), run_work, data, to, from));
-}
-sg_range range_of(const at::Tensor& t) { return {t.storage().mutable_data(), t.storage().nbytes()}; }
 
 // Whether an operation does nothing but write into its first argument, or its tensors: `add_`, `_fused_adamw_`.
 bool writes_in_place(const std::string& name) { return name.back() == '_' && name[name.size() - 2] != '_'; }

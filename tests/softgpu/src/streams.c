@@ -1,6 +1,6 @@
 /* Streams and events.
  *
- * Usually all work is done at once. With SOFTGPU_LATE=SEED what only writes into memory (copies, and operations in place) runs late: each
+ * Usually all work is done at once. With SOFTGPU_LATE=SEED what is written arrives late (copies, operations in place, new tensors): each
  * stream is a queue, and one thread, the device, takes the first work of a random stream after a random time (up to SOFTGPU_LATE_US
  * microseconds, default 300). Whoever reads what it writes without having waited for it, on the host, on another stream or in another
  * process, reads what was there before. All other work waits for its turn in its stream and then runs on the caller's thread. */
