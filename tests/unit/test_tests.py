@@ -1,4 +1,4 @@
-"""The order of the tests: a module's are found by its name, or by tests/README.md, and names can be read at a glance."""
+"""The order of the tests: a module's are found by its name or by tests/README.md, and names can be read at a glance."""
 
 import re
 from pathlib import Path
