@@ -13,8 +13,9 @@ from trainer.errors import UserError
 from trainer.estimates.budget import over_budget
 from trainer.estimates.memory import GIB
 from trainer.estimates.model_sizes import model_sizes
+from trainer.model_structure import freeze
 from trainer.policy.attention import require_packing, require_sharing
-from trainer.policy.hf_format import build_meta_model, freeze
+from trainer.policy.hf_format import build_meta_model
 from trainer.policy.lora import add_adapters
 from trainer.policy.routing import asked_routers
 

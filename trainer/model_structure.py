@@ -9,6 +9,7 @@ attention is causal and within each sequence, and the output head runs at target
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from generation.engine.settings import head_widths
 from sharding.send.source import whole_shape
+from trainer.errors import UserError
 
 
 def sees(config: PretrainedConfig) -> bool:
@@ -126,3 +128,27 @@ class Work:
         if torch.is_grad_enabled():
             self.flops += self.of.backward(*amount)
             self.tokens += tokens
+
+
+def freeze(model: PreTrainedModel, patterns: list[str]) -> None:
+    """Let the parameters that policy.freeze names keep their values: `vision`, or patterns of modules or parameters.
+
+    Raises UserError where a pattern fits nothing, or nothing is left to learn.
+    """
+    of_images = {parameter for module in seeing(model).values() for parameter in module.parameters()}
+    for pattern in patterns:
+        found = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if (
+                parameter in of_images
+                if pattern == "vision"
+                else fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")
+            )
+        ]
+        if not found:
+            raise UserError(f"policy.freeze: {type(model).__name__} has nothing that {pattern} fits: leave it out")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"policy.freeze leaves {type(model).__name__} nothing to learn: name less")

@@ -23,7 +23,8 @@ import psutil
 from rich.table import Table
 
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
-from trainer.config.checks import ALLOCATOR_VARIABLES, find_problems, without_expandable_segments
+from trainer.config.checks import find_problems
+from trainer.config.machine import ALLOCATOR_VARIABLES, without_expandable_segments
 from trainer.config.recipe import load_config
 from trainer.config.ways import local_ranks, settled
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts

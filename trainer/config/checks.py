@@ -5,14 +5,13 @@ Each check yields sentences; `check_config` gathers them, so that a recipe is me
 
 import difflib
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
+from generation.engine.devices import gpu_visible
 from generation.engine.settings import (
     DRAFTING,
     LEAST_MODEL_LEN,
@@ -24,7 +23,7 @@ from generation.engine.settings import (
     routes_problem,
 )
 from trainer.config.algorithm import check_algorithm
-from trainer.config.machine import device_gib, host_gib, rank_count, resolve_device, unwritable
+from trainer.config.machine import check_device, device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import (
     EXPERT_KEYS,
     HUB_NAME,
@@ -58,7 +57,6 @@ _OWN_TEMPLATE_KEYS = {
     "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
     "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 Command = Literal["train", "sft", "eval"]
 
 
@@ -79,7 +77,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         return list(error.args)  # most of what follows depends on it
     neighbours = int(environ.get("LOCAL_WORLD_SIZE", ranks))
     training = training_ranks(config, ranks) if command == "train" else ranks
-    problems = [*_check_paths(config, command), *_check_device(config, environ)]
+    problems = [*_check_paths(config, command), *check_device(config, environ)]
     if command != "eval" and training > 0:
         problems += _check_backend(config, training)
         problems += _check_sequence_parallel(config, training, command)
@@ -123,13 +121,6 @@ def _check_images(config: TrainConfig) -> Iterator[str]:
         yield f"engine.extra has {', '.join(sorted(clash))}, which data.max_images decides: leave it out"
 
 
-def without_expandable_segments(setting: str) -> str | None:
-    """An allocator setting with that option taken out and all others kept; None where it is not switched on."""
-    options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
-    kept = [option for option in options if not re.fullmatch(r"expandable_segments\s*:\s*true", option, re.IGNORECASE)]
-    return None if kept == options else ",".join(kept)
-
-
 def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
     named = [("data.path", config.data.path)]
     named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
@@ -141,24 +132,6 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
             yield f"{key}: there is no file or folder {path}"
     if command != "eval" and (reason := unwritable(config.run.folder)):
         yield f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name another"
-
-
-def _check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    """Problems with using CUDA as asked for, and with sharing its memory between processes."""
-    problem, asked = cuda_problem(), config.run.device
-    if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
-        yield f"run.device is {asked}, but {problem}"
-    if resolve_device(config) == "cpu":
-        return
-    if problem is None:
-        ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "1"))
-        yield from sharing_problems(ranks, config.engine.tensor_parallel_size, environ)
-    for variable in ALLOCATOR_VARIABLES:
-        if (kept := without_expandable_segments(environ.get(variable, ""))) is not None:
-            remedy = f"set it to {kept!r}" if kept else "unset it"
-            yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
-        if re.search(r"backend\s*:\s*cudaMallocAsync", environ.get(variable, "")):
-            yield f"{variable} sets backend:cudaMallocAsync, whose memory has no CUDA IPC: leave the backend out"
 
 
 def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:

@@ -11,13 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from generation.engine.devices import cuda_problem
+from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 
 _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 """The variables that torchrun sets for a rank, and the least value of each."""
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; Linux takes paths of 4095, and the run's files have names, too
 
 
@@ -101,3 +102,28 @@ def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if cuda_problem() is None else "cpu"
+
+
+def without_expandable_segments(setting: str) -> str | None:
+    """An allocator setting with that option taken out and all others kept; None where it is not switched on."""
+    options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
+    kept = [option for option in options if not re.fullmatch(r"expandable_segments\s*:\s*true", option, re.IGNORECASE)]
+    return None if kept == options else ",".join(kept)
+
+
+def check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """Problems with using CUDA as asked for, and with sharing its memory between processes."""
+    problem, asked = cuda_problem(), config.run.device
+    if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
+        yield f"run.device is {asked}, but {problem}"
+    if resolve_device(config) == "cpu":
+        return
+    if problem is None:
+        ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "1"))
+        yield from sharing_problems(ranks, config.engine.tensor_parallel_size, environ)
+    for variable in ALLOCATOR_VARIABLES:
+        if (kept := without_expandable_segments(environ.get(variable, ""))) is not None:
+            remedy = f"set it to {kept!r}" if kept else "unset it"
+            yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
+        if re.search(r"backend\s*:\s*cudaMallocAsync", environ.get(variable, "")):
+            yield f"{variable} sets backend:cudaMallocAsync, whose memory has no CUDA IPC: leave the backend out"

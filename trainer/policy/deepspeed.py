@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from sharding.ranks import world_size
 from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.model_structure import Work
+from trainer.model_structure import Work, freeze
 from trainer.policy import hf_format
 from trainer.policy.fsdp import MOMENTS
 from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -71,7 +71,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         self.source = hf_format.resolve_folder(model.path)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.model = self._build(model)
-        hf_format.freeze(self.model, policy.freeze)
+        freeze(self.model, policy.freeze)
         hf_format.checkpoint_activations(self.model, policy.activation_checkpointing)
         # DeepSpeed divides gradients by the number of ranks.
         record, ranks = model.routes == "recorded", world_size()

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sharding.ranks import world_size
 from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.model_structure import Work, decoder, encoder_layers
+from trainer.model_structure import Work, decoder, encoder_layers, freeze
 from trainer.policy import hf_format
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
@@ -248,7 +248,7 @@ class FsdpPolicy(ShardedModel, Policy):
         if lora.rank:
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
-            hf_format.freeze(built, policy.freeze)
+            freeze(built, policy.freeze)
             hf_format.checkpoint_activations(built, policy.activation_checkpointing)
         routers = asked_routers(built, model.routes) if trainable else {}
         self.routing = Routing(built, routers, model.routes == "recorded") if routers else None

@@ -14,7 +14,6 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -41,7 +40,7 @@ from sharding.ranks import agreed, is_main
 from trainer.config.model_file import LOGIT_CHANGES
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
-from trainer.model_structure import decoder, seeing, sees
+from trainer.model_structure import decoder, sees
 from trainer.policy import attention
 from trainer.policy.lora import is_adapter, low_rank
 
@@ -155,30 +154,6 @@ def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "ever
     """Let these decoder layers keep only their input, and compute the rest again in backward (arXiv:1604.06174)."""
     if layers != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
-
-
-def freeze(model: PreTrainedModel, patterns: list[str]) -> None:
-    """Let the parameters that policy.freeze names keep their values: `vision`, or patterns of modules or parameters.
-
-    Raises UserError where a pattern fits nothing, or nothing is left to learn.
-    """
-    of_images = {parameter for module in seeing(model).values() for parameter in module.parameters()}
-    for pattern in patterns:
-        found = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if (
-                parameter in of_images
-                if pattern == "vision"
-                else fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")
-            )
-        ]
-        if not found:
-            raise UserError(f"policy.freeze: {type(model).__name__} has nothing that {pattern} fits: leave it out")
-        for parameter in found:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"policy.freeze leaves {type(model).__name__} nothing to learn: name less")
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from generation.engine import settings
-from trainer.config.checks import check_config, without_expandable_segments
-from trainer.config.machine import resolve_device
+from trainer.config.checks import check_config
+from trainer.config.machine import resolve_device, without_expandable_segments
 from trainer.config.model_file import model_config, sees
 from trainer.config.schema import TrainConfig
 from trainer.data import load_rows

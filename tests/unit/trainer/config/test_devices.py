@@ -39,6 +39,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(devices, "gpu_visible", lambda: True)
     monkeypatch.setattr("trainer.config.checks.gpu_visible", lambda: True)
+    monkeypatch.setattr("trainer.config.machine.gpu_visible", lambda: True)
     monkeypatch.setattr(devices, "_DRIVER_FILE", tmp_path / "version")
     monkeypatch.setattr(devices, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch/__init__.py")))
     monkeypatch.setenv("PATH", str(tmp_path))
