@@ -82,13 +82,13 @@ run slices 1 --rollout.slice_tokens 3
 run offload_optimizer 1 --sync.way staged --policy.offload optimizer
 run offload_all 2 --sync.way staged --policy.offload all
 for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero_stage $stage; done
-limit=1.0 run lora 1 --lora.rank 8 --policy.dtype bfloat16
+limit=0.15 run lora 1 --lora.rank 8 --policy.dtype bfloat16 --algorithm.group_size 4
 run lora_merged 2 --lora.rank 8 --lora.sync merged
 run sequence_parallel 2 --policy.sequence_parallel 2
 run apart 2 --engine.apart 1
 run ray 2 --engine.apart ray
 run tensor_parallel 2 --engine.tensor_parallel_size 2
-limit=1.0 run bfloat16 1 --policy.dtype bfloat16
+limit=0.15 run bfloat16 1 --policy.dtype bfloat16
 recipe=arithmetic_moe limit=1.0 run mixture 2
 recipe=shapes run images 1
 eight eight_staged 1 --sync.way staged
