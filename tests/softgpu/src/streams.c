@@ -2,8 +2,9 @@
  *
  * Usually all work is done at once. With SOFTGPU_LATE=SEED what is written arrives late (copies, operations in place, new tensors): each
  * stream is a queue, and one thread, the device, takes the first work of a random stream after a random time (up to SOFTGPU_LATE_US
- * microseconds, default 300). Whoever reads what it writes without having waited for it, on the host, on another stream or in another
- * process, reads what was there before. All other work waits for its turn in its stream and then runs on the caller's thread. */
+ * microseconds, default 300; one in eight, up to 50 times as much). Whoever reads what it writes without having waited for it, on the host,
+ * on another stream or in another process, reads what was there before. All other work waits for its turn in its stream and then runs on
+ * the caller's thread. */
 #include "softgpu.h"
 
 typedef struct event event_t;
@@ -71,7 +72,8 @@ static void *device(void *unused) {
     for (;;) {
         int idle = !choose();
         pthread_mutex_unlock(&mutex); /* meanwhile more is enqueued, and what came last may run first */
-        usleep(idle ? 50 : pause_us ? rand_r(&seed) % pause_us : 0);
+        unsigned longest = rand_r(&seed) % 8 ? pause_us : 50 * pause_us;
+        usleep(idle ? 50 : longest ? rand_r(&seed) % longest : 0);
         pthread_mutex_lock(&mutex);
         stream_t *stream = choose();
         if (!stream) continue;
