@@ -28,7 +28,7 @@ check() {
 
 # Two steps of a recipe (arithmetic), with every sync verified in full and a gap (1e-4 nats) of float32's:
 # [recipe=NAME] [limit=NATS] run NAME RANKS [--section.key value ...]
-run() { check "$1" steps 2 "$@" --eval.every 0 --batch.prompts_per_step 4; }
+run() { check "$1" steps 2 "$1" "$2" --eval.every 0 --batch.prompts_per_step 4 "${@:3}"; }
 steps() {
     local count=$1 name=softgpu_$2 ranks=$3
     shift 3
@@ -82,14 +82,13 @@ run slices 1 --rollout.slice_tokens 3
 run offload_optimizer 1 --sync.way staged --policy.offload optimizer
 run offload_all 2 --sync.way staged --policy.offload all
 for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero_stage $stage; done
-limit=0.15 run lora 1 --lora.rank 8 --policy.dtype bfloat16 --algorithm.group_size 4
+limit=0.15 run lora 1 --lora.rank 8 --policy.dtype bfloat16 --batch.prompts_per_step 2 --algorithm.group_size 2
 run lora_merged 2 --lora.rank 8 --lora.sync merged
 run sequence_parallel 2 --policy.sequence_parallel 2
 run apart 2 --engine.apart 1
 run ray 2 --engine.apart ray
 run tensor_parallel 2 --engine.tensor_parallel_size 2
 limit=0.15 run bfloat16 1 --policy.dtype bfloat16
-recipe=arithmetic_moe limit=1.0 run mixture 2
 recipe=shapes run images 1
 eight eight_staged 1 --sync.way staged
 eight eight_zero_copy 1 --sync.way zero_copy
