@@ -39,6 +39,7 @@ def after_torch(torch: ModuleType) -> None:
     for kind in ("flash", "mem_efficient", "cudnn"):  # leaves the one that is made of plain operations
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     torch.backends.cuda.enable_cudnn_sdp = lambda _: None
+    torch.backends.cudnn.enabled = False  # for convolutions
     library = torch.library.Library("aten", "IMPL", "CUDA")
     libraries.append(library)
     add_wide_products(library)

@@ -1,10 +1,9 @@
 /* Streams and events.
  *
  * Usually all work is done at once. With SOFTGPU_LATE=SEED what is written arrives late (copies, operations in place, new tensors): each
- * stream is a queue, and one thread, the device, takes the first work of a random stream after a random time (up to SOFTGPU_LATE_US
- * microseconds, default 300; one in eight, up to 50 times as much). Whoever reads what it writes without having waited for it, on the host,
- * on another stream or in another process, reads what was there before. All other work waits for its turn in its stream and then runs on
- * the caller's thread. */
+ * stream is a queue, and one thread, the device, takes the first work of a random stream. It holds half of it back, up to SOFTGPU_LATE_US
+ * microseconds (50,000), until somebody waits. Whoever reads what it writes without having waited for it, on the host, on another stream or
+ * in another process, reads what was there before. All other work waits for its turn in its stream and then runs on the caller's thread. */
 #include "softgpu.h"
 
 typedef struct event event_t;
@@ -38,12 +37,13 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 static unsigned seed, pause_us;
 static int is_late = -1;
+static int waiting; /* threads that wait for a stream: nothing is held back meanwhile */
 static char lost;
 
 void sg_delay(long number) { /* from now on by this seed; 0: at once */
     sg_drain();
     is_late = number != 0, seed = number * 7919u + 1;
-    pause_us = getenv("SOFTGPU_LATE_US") ? atoi(getenv("SOFTGPU_LATE_US")) : 300;
+    pause_us = getenv("SOFTGPU_LATE_US") ? atoi(getenv("SOFTGPU_LATE_US")) : 50000;
 }
 static int late(void) {
     if (is_late < 0) is_late = 0, sg_delay(getenv("SOFTGPU_LATE") ? atol(getenv("SOFTGPU_LATE")) : 0);
@@ -72,8 +72,9 @@ static void *device(void *unused) {
     for (;;) {
         int idle = !choose();
         pthread_mutex_unlock(&mutex); /* meanwhile more is enqueued, and what came last may run first */
-        unsigned longest = rand_r(&seed) % 8 ? pause_us : 50 * pause_us;
-        usleep(idle ? 50 : longest ? rand_r(&seed) % longest : 0);
+        usleep(idle ? 50 : rand_r(&seed) % 50);
+        long left = idle || rand_r(&seed) % 2 ? 0 : rand_r(&seed) % (pause_us + 1);
+        for (; left > 0 && !__atomic_load_n(&waiting, __ATOMIC_SEQ_CST); left -= 50) usleep(50);
         pthread_mutex_lock(&mutex);
         stream_t *stream = choose();
         if (!stream) continue;
@@ -101,9 +102,11 @@ static void append(stream_t *stream, work_t work) { /* holding the mutex */
     if (!started) started = !pthread_create(&thread, 0, device, 0);
 }
 static void wait_for(stream_t *stream, uint64_t count) {
+    __atomic_add_fetch(&waiting, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&mutex);
     while (stream->done < count) pthread_cond_wait(&progress, &mutex);
     pthread_mutex_unlock(&mutex);
+    __atomic_sub_fetch(&waiting, 1, __ATOMIC_SEQ_CST);
 }
 
 int sg_enqueue(cudaStream_t handle, void (*run)(void *), void *data, sg_range to, sg_range from) {
