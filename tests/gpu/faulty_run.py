@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.real_run import MACHINE_FIGURES
+from tests.support.real_run import MACHINE_FIGURES
 
 RECIPE = (
     "scripts/recipes/arithmetic.yaml --run.name softgpu_fault --checkpoint.resume none --run.steps 2 --eval.every 0 "
@@ -53,17 +53,18 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
     """hotbunk's command line, with a fault. Returns the exit code."""
     from sharding.manager import ShardingManager
     from trainer import cli
-    from trainer.loop import RLTrainer
     from trainer.run import processes
     from trainer.run.watchdog import Watchdog
 
-    trainers: list[Any] = []
-    phase, sync, start = Watchdog.phase, ShardingManager._sync, RLTrainer.start_engine
+    managers: list[Any] = []  # empty again once it has struck
+    watchdogs: list[Any] = []
+    connections: list[Any] = []
+    phase, sync, connect = Watchdog.phase, ShardingManager._sync, ShardingManager.connect
 
-    def strike(place_now: str) -> None:
-        if place_now != place or not trainers or f"step {step}" not in trainers[0].watchdog.current_phase():
+    def strike(now: str) -> None:
+        if now != place or not managers or f"step {step}" not in watchdogs[0].current_phase():
             return
-        leader = trainers.pop().leader  # once
+        leader = managers.pop()._leader  # once
         if who == "trainer":
             arm(kind, int(number))
         else:
@@ -71,6 +72,7 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
             leader.thread.run(call, 60, "arming")
 
     def watched_phase(self: Any, name: str, *arguments: Any) -> Any:
+        watchdogs[:] = [self]
         strike(name)
         return phase(self, name, *arguments)
 
@@ -78,11 +80,13 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
         strike("sync")
         sync(self, *arguments)
 
-    def watched_start(self: Any, *arguments: Any) -> None:
-        start(self, *arguments)
-        trainers.extend([self] * (os.environ.get("RANK") == "0"))
+    def watched_connect(self: Any, *arguments: Any) -> None:
+        connect(self, *arguments)
+        if os.environ.get("RANK") == "0" and not connections:  # later ones are those of a restart
+            managers.append(self)
+        connections.append(self)
 
-    Watchdog.phase, ShardingManager._sync, RLTrainer.start_engine = watched_phase, watched_sync, watched_start  # type: ignore
+    Watchdog.phase, ShardingManager._sync, ShardingManager.connect = watched_phase, watched_sync, watched_connect  # type: ignore
     processes.put_current_folder_last()
     return cli.main(list(words))
 
