@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs the CUDA side on the GPU in software: torch against the CPU, tests/gpu, hotbunk doctor on two devices, and runs of two steps.
-# Makes .venv.softgpu first (environment.sh). Takes half an hour on two quiet cores.
+# Makes .venv.softgpu first (environment.sh); runs of eight steps also need scripts/setup.sh's .venv. Takes an hour on two quiet cores.
 #
 #   check.sh [NAME ...]    only these: torch, late, gpu, doctor, or a run of the list below
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export HOTBUNK_VENV=${SOFTGPU_VENV:-$PWD/.venv.softgpu}
 bash tests/softgpu/environment.sh || exit
-python=$HOTBUNK_VENV/bin/python
+python=$HOTBUNK_VENV/bin/python cpu_python=$PWD/.venv/bin/python
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export SOFTGPU_DEVICES=${SOFTGPU_DEVICES:-2} SOFTGPU_STATE=$work/state SOFTGPU_LOG=$work/log PYTHONSAFEPATH=1 PYTHONPATH=$PWD
@@ -44,14 +44,14 @@ sys.exit(not (len(steps) == int(sys.argv[3]) and max(gaps) <= float(sys.argv[2])
 END
 }
 
-# Eight steps, and the same on the CPU: greedy answers to the held-out prompts are the same before the first step. Other samples are drawn
+# Eight steps, and the same on the CPU, in its own environment: greedy answers to the held-out prompts are the same before the first step. Other samples are drawn
 # from then on, so that what is learned is printed and not compared.
 eight() { check "$1" eight_steps "$@"; }
 eight_steps() {
     local name=$1 ranks=$2
     shift 2
     set -- --eval.every 8 --data.eval_size 64 --batch.prompts_per_step 8 --policy.lr 1e-4 "$@"
-    steps 8 "$name" "$ranks" "$@" && SOFTGPU_OFF=1 steps 8 cpu_"$name" "$ranks" "$@" || return
+    steps 8 "$name" "$ranks" "$@" && python=$cpu_python steps 8 cpu_"$name" "$ranks" "$@" || return
     "$python" - runs/softgpu_"$name" runs/softgpu_cpu_"$name" <<'END'
 import json, sys
 rows, answers = ([[json.loads(line) for line in open(f"{run}/{file}")] for run in sys.argv[1:]] for file in ("metrics.jsonl", "completions.jsonl"))

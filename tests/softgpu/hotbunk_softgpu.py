@@ -313,7 +313,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """At each start of Python. SOFTGPU_OFF leaves this process without a GPU."""
-    if "SOFTGPU_OFF" in os.environ or not os.path.exists(f"{LIBRARIES}/libsoftgpu_ops.so"):
+    if not os.path.exists(f"{LIBRARIES}/libsoftgpu_ops.so"):
+        return
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # whoever asks for them by name gets those that are loaded
+        libraries.append(ctypes.CDLL(f"{LIBRARIES}/{name}", mode=ctypes.RTLD_GLOBAL))
+    if "SOFTGPU_OFF" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     # vLLM's tensor parallelism asks torch's groups, which are Gloo's, rather than NCCL and kernels of its own.
     off = dict.fromkeys(("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"), "0")
@@ -321,8 +326,6 @@ def install() -> None:
         ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "VLLM_DISABLE_PYNCCL", "HUMMING_DISABLE_PARALLEL_BUILD"), "1"
     )
     os.environ.update(on | off)
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # whoever asks for them by name gets those that are loaded
-        libraries.append(ctypes.CDLL(f"{LIBRARIES}/{name}", mode=ctypes.RTLD_GLOBAL))
     sys.meta_path.insert(0, Finder())
     exists = pathlib.Path.exists  # the driver's device node, by which Hotbunk tells that there are GPUs
     pathlib.Path.exists = lambda self, **options: str(self) == "/dev/nvidiactl" or exists(self, **options)
