@@ -50,7 +50,7 @@ eight() { check "$1" eight_steps "$@"; }
 eight_steps() {
     local name=$1 ranks=$2
     shift 2
-    set -- --eval.every 8 --data.eval_size 64 --batch.prompts_per_step 8 --policy.lr 1e-4 "$@"
+    set -- --eval.every 8 --eval.datasets.held_out.size 64 --batch.prompts_per_step 8 --policy.lr 1e-4 "$@"
     steps 8 "$name" "$ranks" "$@" && python=$cpu_python steps 8 cpu_"$name" "$ranks" "$@" || return
     "$python" - runs/softgpu_"$name" runs/softgpu_cpu_"$name" <<'END'
 import json, sys
@@ -85,8 +85,8 @@ for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero
 limit=0.15 run lora 1 --lora.rank 8 --policy.dtype bfloat16 --batch.prompts_per_step 2 --algorithm.group_size 2
 run lora_merged 2 --lora.rank 8 --lora.sync merged
 run sequence_parallel 2 --policy.sequence_parallel 2
-run apart 2 --engine.apart 1
-run ray 2 --engine.apart ray
+run apart 2 --engine.placement ranks
+run ray 2 --engine.placement ray
 run tensor_parallel 2 --engine.tensor_parallel_size 2
 limit=0.15 run bfloat16 1 --policy.dtype bfloat16
 recipe=shapes run images 1
