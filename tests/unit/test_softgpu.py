@@ -29,7 +29,7 @@ class Process:
 
     def __init__(self, folder: Path, settings: dict[str, str]) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("softgpu_calls.py")), str(folder)],
+            [sys.executable, str(FOLDER.parent / "support" / "softgpu_calls.py"), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -23,13 +23,13 @@ SEEING: dict[str, Any] = {"preloaded": True, "images": True}
 def test_a_run_with_images_that_is_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """Bit for bit: rows of 0, 1 and 2 images, answers that are carried from step to step, evaluation with k of two."""
     model, sections = seeing_sections(tmp_path)
+    sections["eval"] |= {"every": 2, "samples": 2, "temperature": 1.0, "k": [1, 2]}
     recipe = write_recipe(
         tmp_path,
         model,
         **sections,
         run={"steps": 4},
         checkpoint={"every": 1},
-        eval={"every": 2, "samples": 2, "temperature": 1.0, "k": [1, 2]},
         sampling={"max_tokens": 9},
         rollout={"slice_tokens": 3, "ahead": 1.0},
     )

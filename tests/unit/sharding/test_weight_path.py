@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,13 @@ def test_two_stagings_never_pass_for_one_even_with_the_same_descriptor() -> None
     handle = first.handle
     keeps_memory = open_memory(handle, torch.device("cpu"))
     first.close()
+    spare = [os.dup(0)]
+    while spare[-1] < handle["fd"]:  # what else has ended here may have left lower ones
+        spare.append(os.dup(0))
+    os.close(spare.pop())
     second = SharedMemoryStaging(64)
+    for descriptor in spare:
+        os.close(descriptor)
     assert second.handle["fd"] == handle["fd"]
     assert second.handle != handle
     stamp(second.buffers[0], 9)

@@ -61,7 +61,9 @@ class Phases:
 
     aside = Watchdog.aside
     phase = Watchdog.phase
+    current_phase = Watchdog.current_phase
     called_at: float | None = None
+    _device = "cpu"
 
     def __init__(self) -> None:
         self._phases: tuple[Any, ...] = ()

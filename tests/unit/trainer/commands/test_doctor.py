@@ -145,7 +145,7 @@ def test_a_recipe_without_room_is_told_of_beforehand(recipe: Path) -> None:
 
 
 def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = ROOT / "tests" / "unit" / "dying_trial.py"
+    script = ROOT / "tests" / "support" / "dying_trial.py"
     monkeypatch.setattr(doctor, "TRIAL_MODULE", [str(script)])
     findings, output = doctor.run_trial("one engine", 1, False)
     assert [f.verdict for f in findings] == ["ok", "failed"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,6 +70,12 @@ def remove(name: str) -> Callable[[Path], None]:
 def reward(name: str, **kwargs: str) -> list[str]:
     """The override that names one reward function."""
     return ["--reward.functions", json.dumps([{"name": name, "kwargs": kwargs}])]
+
+
+def without_held_out(folder: Path) -> None:
+    """Take the datasets to evaluate on out of the recipe."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(re.sub(r"eval: .*", "eval: {every: 1}", recipe.read_text()))
 
 
 def nothing(folder: Path) -> None:
@@ -140,7 +147,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "data.answer_key = 'solution' is not a column or a field of one",
     ),
     "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
-    "nothing to evaluate on": (nothing, ["--eval.datasets", "{}"], "eval.every is set, but there is nothing"),
+    "nothing to evaluate on": (without_held_out, [], "eval.every is set, but there is nothing"),
     "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
     "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is not known: did you mean exact_match?"),
     "reward file missing": (nothing, reward("{0}/absent.py:f"), "there is no file {0}/absent.py"),
@@ -183,7 +190,7 @@ def test_bad_input_ends_in_one_sentence(
     spoil, arguments, expected = BAD[case]
     spoil(folder)
     if case != "no GPU":
-        monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
+        monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
     if case == "expandable segments":
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     words = [word.replace("{0}", str(folder)) for word in arguments]

@@ -164,7 +164,7 @@ def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentenc
 def test_expandable_segments_are_refused_on_cuda(
     config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
+    monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
     assert without_expandable_segments(setting) == kept
     found = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
     remedy = "unset it" if kept == "" else f"set it to {kept!r}"
@@ -174,7 +174,7 @@ def test_expandable_segments_are_refused_on_cuda(
 
 
 def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.config.checks.cuda_problem", lambda: None)
+    monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
     keys: dict = {"run": {"device": "cuda"}, "lora": {"rank": 8}, "policy": {"dtype": "float32"}}
     (sentence,) = problems(config, keys)
     assert sentence.startswith("lora.sync is adapter, but vLLM on CUDA has none in float32")

@@ -172,8 +172,10 @@ def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2
     assert lines[2].endswith(f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}")
     assert [each.apart % 8 for each in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], "whole nodes"
     assert not any(compared(plan, BILLION, 8, replace(GPU, memory_gib=1.0), lengths)), "none fits"
-    kept = config(tiny_qwen2, checkpoint={"rollouts": True})
-    assert "checkpoint.rollouts is set" in list(comparison(kept, BILLION, 8, GPU, lengths))[-1]
+    three = config(tiny_qwen2, engine={"tensor_parallel_size": 3})
+    assert (
+        "cannot be engines of engine.tensor_parallel_size = 3" in list(comparison(three, BILLION, 8, GPU, lengths))[-1]
+    )
 
 
 def test_a_plan_for_a_gpu_has_seconds_and_mfu(
