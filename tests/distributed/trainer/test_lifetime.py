@@ -194,8 +194,8 @@ def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str
 def test_nothing_of_a_reward_is_left_when_launcher_and_guardians_are_killed_at_once(tmp_path: Path) -> None:
     """Nobody above the rank is there to end what a reward function has started, in a session of its own."""
     run = Run(tmp_path, "reward", ranks=1)
-    sleepers = [line for line in run.left() if line.endswith(" sleep")]
-    assert len(sleepers) == 1
+    sleepers = lambda: [line for line in run.left() if line.endswith(" sleep")]  # noqa: E731
+    assert wait_until(lambda: len(sleepers()) == 1, DEADLINE), run.left()
     above = [psutil.Process(run.launcher.pid), *run.guardians(0)]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another end
         for process in above:

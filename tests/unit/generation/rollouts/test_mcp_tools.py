@@ -208,7 +208,7 @@ def test_standard_error_without_end_fills_no_disk(
 ) -> None:
     """What a tool prints goes there, too: the SDK keeps standard output for messages."""
     monkeypatch.setattr(client_process, "LONGEST_LOG", 100_000)
-    (told,) = converse(listed, tmp_path, {"a": [call("misbehave", how="print"), say("ok")]}, timeout_s=6.0).values()
+    (told,) = converse(listed, tmp_path, {"a": [call("misbehave", how="print"), say("ok")]}, timeout_s=15.0).values()
     assert told.metrics["tools/errors/timeout"] == 1
     assert (tmp_path / "logs" / "mcp.log").stat().st_size == 100_000
 

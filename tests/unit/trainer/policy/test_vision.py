@@ -17,13 +17,12 @@ from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainCo
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import model_sizes
 from trainer.learning.batching import micro_batches
-from trainer.model_structure import seeing
+from trainer.model_structure import freeze, seeing
 from trainer.policy import InPlacePolicy
 from trainer.policy.attention import require_packing, require_sharing
 from trainer.policy.hf_format import (
     build_meta_model,
     checkpoint_views,
-    freeze,
     load_sharded,
     make_vision,
     parameter_names,
