@@ -147,7 +147,7 @@ def _swap(message: list[Any], peer: int, group: dist.ProcessGroup | None) -> lis
 
 
 def all_to_all_bytes(payloads: list[bytes], among: Ranks = CREW) -> list[bytes]:
-    """From every rank, in rank order, what it has for this one; `payloads` has one for each. Every rank must call it.
+    """Exchange bytes: `payloads` has one for each rank; returns those for this one, in rank order. Collective.
     Nothing is padded: a rank receives the bytes that are meant for it, and a number from each.
     """
     size = world_size(among)

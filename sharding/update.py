@@ -1,4 +1,4 @@
-"""One update of the workers' weights: announce it, have them brought, finish, verify, and end; or abort it.
+"""An update of the workers' weights: announce it, have them brought, finish, verify, and end; or abort it.
 
 It is the same for a rank's own worker, for all workers of engines apart, and where nobody answers; and for every way:
 how the bytes get to the workers is the way's own `transfer`.
@@ -115,7 +115,7 @@ class Update:
         return push(self.source, plan, self._way, self.workers, kind, self._stamps)
 
     def _finish(self, check: DigestCheck) -> None:
-        """Have every weight accounted for, and compared.
+        """Check that every weight is accounted for, and compare them.
 
         Weights that workers leave to their loaders are sent again, for those to compare, unless they are re-processed:
         that takes a probe.

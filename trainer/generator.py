@@ -51,7 +51,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
 
 
 def late_to_leave(config: TrainConfig, watchdog: Watchdog) -> Callable[[], bool]:
-    """Whether a step's rollouts are to be given up, since the run is asked to end. With a lag never: a checkpoint has
+    """Tell when a step's rollouts are to be given up, as the run is asked to end. With a lag never: a checkpoint has
     to have the answers, as their weights will be gone.
     """
     return lambda: not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2

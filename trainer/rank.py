@@ -15,7 +15,7 @@ from trainer.run.lock import RunLock
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """One rank from start to end: join the others, train or generate, leave with them. A failure on one ends all."""
+    """Run one rank: join the others, train or generate, leave with them. A failure on one ends all."""
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     forks = resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors
     stop_forking = fork_engines() if forks else lambda: None

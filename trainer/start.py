@@ -1,4 +1,4 @@
-"""What every rank begins with, whether it trains or only generates: inputs, rewards, the run's state, an engine."""
+"""The beginning of every rank, whether it trains or only generates: inputs, rewards, the run's state, an engine."""
 
 import os
 from collections.abc import Callable

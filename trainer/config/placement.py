@@ -1,4 +1,4 @@
-"""Where engines are (`engine.placement`): three records, which all that follows from the place of engines is read from.
+"""The places of engines (`engine.placement`): three records, from which all that follows from them is read.
 
 An engine shares the devices of ranks that train, in shifts (`shared`); or the last ranks of the run only generate, with
 engines on their own devices (`ranks`); or one last rank, without a device, holds engines in actors of Ray (`ray`).
@@ -15,7 +15,7 @@ Problems = Callable[[TrainConfig, int, int], Iterator[str]]
 
 @dataclass(frozen=True)
 class Placement:
-    """What follows from the place of engines.
+    """The consequences of where engines are.
 
     Attributes:
         number: the key beside engine.placement that says how many; None: there is none.

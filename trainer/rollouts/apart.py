@@ -130,12 +130,12 @@ class Apart:
         return last.figures | {"stale/share": 1.0} | older
 
     def _order_ahead(self, step: int, position: int) -> None:
-        """With a lag, have the answers of the step after this one ordered when its shift is over."""
+        """Order the answers of the next step when this shift is over, where there is a lag."""
         if self._config.rollout.lag and step < self._config.run.steps:
             self._engines.then = partial(self._order, Order(step + 1, -1, position))
 
     def _order(self, order: Order) -> None:
-        """Have the engines carry out an order by the weights of the shift."""
+        """Send the engines an order, with the weights of the shift."""
         self._fetch()
         states = self._after.random_states if self._restores and not order.evaluates else {}
         self._restores = self._restores and order.evaluates

@@ -109,14 +109,14 @@ class CarriedPool:
     def _grow(
         self, beginnings: list[Beginning], count: int, settings: RolloutSettings, terms: Terms
     ) -> tuple[int, int, int]:
-        """Let episodes grow slice by slice until `count` groups are complete. Collective. Returns the slices that it
+        """Grow episodes slice by slice until `count` groups are complete. Collective. Returns the slices that it
         took, and of all engines the episodes under way and the preemptions since their start.
         """
         slices, unfinished, preemptions = 0, 0, 0
         while not slices or sum(flight.complete for flight in self._flights.values()) < count:
 
             def slice(leader: Leader, beginnings: list[Beginning] = beginnings) -> Coroutine[None, None, list[int]]:
-                """One more slice for all that are under way, and the first for those that begin."""
+                """Run one more slice of all that are under way, and the first of those that begin."""
                 assert self._episodes is not None
                 return self._episodes.slice(settings.policy_version, beginnings)
 
@@ -159,7 +159,7 @@ class CarriedPool:
         return [] if self._episodes is None else self._resumed + self._episodes.kept()
 
     def present(self) -> list[Trajectory]:
-        """Some of this engine's answers that wait or are unfinished and have tokens of the present version."""
+        """A few of this engine's answers that wait or are unfinished and have tokens of the present version."""
         found: list[Trajectory] = []
         # An unfinished answer has no routes yet, if it is to have an engine's; where there may be images, those of the
         # turns before it are the episode's own.
@@ -233,7 +233,7 @@ class CarriedPool:
         messages = engines.level.messages([prompt])
 
         async def score(trajectory: Trajectory) -> None:
-            """By the reward functions."""
+            """Score by the reward functions."""
             await engines.score(trajectory, prompt)
 
         return Beginning(
@@ -248,7 +248,7 @@ class CarriedPool:
         )
 
     def _trajectories(self, places: list[int]) -> list[Trajectory]:
-        """Of the groups in these places those that this engine has, with their number among them; they leave it."""
+        """Take out this engine's trajectories of the groups in these places, numbered by their places' order."""
         found: list[Trajectory] = []
         for index, place in enumerate(places):
             group = None if self._episodes is None else self._episodes.groups.pop(place, None)

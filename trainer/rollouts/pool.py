@@ -255,8 +255,8 @@ def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) ->
 
 
 def longest_answers(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dict[int, int]:
-    """By prompt id the tokens that the longest of its episodes sampled; prompts whose episodes all failed are not
-    there.
+    """The tokens that the longest episode of each prompt sampled, by prompt id; prompts whose episodes all failed
+    are not there.
     """
     found: dict[int, int] = {}
     for episode in by_episode(answers):

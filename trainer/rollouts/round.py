@@ -1,4 +1,4 @@
-"""One round of sampling, as it travels between ranks, goes into the journal of answers and into checkpoints."""
+"""A round of sampling, as it travels between ranks, goes into the journal of answers and into checkpoints."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ class Order:
 
 @dataclass
 class Round:
-    """What one rank, or several together, have of one round of a step's sampling, or of one held-out dataset.
+    """The part that one rank, or several together, have of a round of a step, or of one held-out dataset.
 
     Attributes:
         step: see `Order`; 0 in a checkpoint, for what is not of a step: parked groups and random states.
@@ -93,7 +93,7 @@ def sampled_round(answers: list[Answer], step: int, version: int, places: Sequen
 
 
 class Source(Protocol):
-    """Where a rank that trains has its answers from. Every rank of its crew makes the same calls.
+    """The origin of a training rank's answers. Every rank of its crew makes the same calls.
 
     `trainer.rollouts.sampling.Sampling` samples them on this rank's engine, and `trainer.rollouts.apart.Apart` orders
     them of engines on other ranks. `trainer.rollouts.journal.Journal` keeps those of either on disk.
@@ -119,13 +119,13 @@ class Source(Protocol):
         """Undo an attempt at this step, if an engine's death or SIGTERM has ended one. Collective."""
 
     def carried(self) -> bytes:
-        """What a checkpoint keeps of this rank's answers. Collective."""
+        """Pack what a checkpoint keeps of this rank's answers. Collective."""
 
     def untrained(self) -> list[Answer]:
-        """Some answers with tokens of the present version that are not trained in this step. Collective."""
+        """Give some answers with tokens of the present version that are not trained in this step. Collective."""
 
     def waits_for(self) -> str:
-        """What keeps a rollout that takes long, in words; "" where that is not known. For any thread."""
+        """Say what keeps a rollout that takes long; "" where that is not known. For any thread."""
 
 
 def together(parts: Sequence[list[Round]]) -> list[Round]:
@@ -203,7 +203,7 @@ def unpacked(data: bytes) -> list[Round]:
 
 
 def read_rounds(checkpoint: Path) -> list[list[Round]]:
-    """What each rank had carried over, in the order of their files' names."""
+    """Read the rounds that each rank had carried over, in the order of their files' names."""
     return [unpacked(file.read_bytes()) for file in sorted(checkpoint.glob(CARRIED_FILES))]
 
 
@@ -227,6 +227,6 @@ def read_ready(checkpoint: Path) -> dict[int, list[Round]]:
 
 
 def read_random_states(checkpoint: Path) -> dict[int, str]:
-    """Those of ranks that only generate, by their number in the run."""
+    """Read the random states of ranks that only generate, by their number in the run."""
     rounds = chain.from_iterable(read_rounds(checkpoint))
     return {number: state for each in rounds for number, state in each.random_states.items()}

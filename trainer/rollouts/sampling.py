@@ -22,7 +22,7 @@ from trainer.rollouts.round import Order, Round, packed, sampled_round
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One dataset to evaluate on.
+    """A dataset to evaluate on.
 
     Attributes:
         samples: number of answers for each prompt.
