@@ -90,8 +90,13 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     engine = config.engine
     if not placement(config).actors:
         return _start(Engine(engine_settings(config, on_cuda)), engine.start_timeout_s)
-    settings = engine_settings(config, resolve_device(config) == "cuda")  # this rank itself has no device
-    join_cluster(engine.replicas * engine.tensor_parallel_size)
+    cuda = resolve_device(config) == "cuda"
+    settings = engine_settings(config, cuda)  # this rank itself has no device
+    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1 if cuda else 0  # by ranks here that train
+    try:
+        join_cluster(engine.replicas * engine.tensor_parallel_size, taken)
+    except ValueError as error:
+        raise UserError(f"engine.placement: {error}") from error
     return _start(ReplicatedEngine(settings, engine.replicas, engine.restarts), engine.start_timeout_s)
 
 

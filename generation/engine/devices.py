@@ -74,6 +74,12 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
+def device_names() -> list[str]:
+    """The CUDA devices that this process can use, as they are named in CUDA_VISIBLE_DEVICES; [] without CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in visible.split(",")] if visible else list(map(str, range(device_count())))
+
+
 def first_devices(count: int) -> tuple[int, ...]:
     """Indices of `count` CUDA devices for engines here, none without CUDA. Raises ValueError where there are fewer."""
     available = device_count()

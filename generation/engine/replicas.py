@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from generation.engine.devices import device_names
 from generation.engine.engine import Engine, first_not_finite
 from generation.engine.lifecycle import EngineLifecycle
 from generation.engine.settings import EngineSettings
@@ -332,13 +333,23 @@ class ReplicatedEngine(Engine):
             ray.shutdown()
 
 
-def join_cluster(cpus: int) -> None:
+def join_cluster(cpus: int, taken: int = 0) -> None:
     """Connect this process to the cluster of RAY_ADDRESS, or to one of this machine and this process alone.
 
     The latter is on loopback, has no dashboard, takes nobody who does not know its secret, and ends with the thread
-    that calls this (prctl(2), PR_SET_PDEATHSIG). Raises ImportError, with the remedy, without Ray.
+    that calls this (prctl(2), PR_SET_PDEATHSIG). It has the machine's GPUs but for the first `taken`, which other
+    ranks train on; this process sees no others from then on.
+
+    Raises:
+        ImportError: Ray is not installed; with the remedy.
+        ValueError: all GPUs are taken.
     """
     alone = not os.environ.get("RAY_ADDRESS")
+    if alone and taken:
+        names = device_names()
+        if not names[taken:]:
+            raise ValueError(f"all {len(names)} GPUs of this machine train: start fewer ranks, or name a Ray cluster")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[taken:])
     if alone:
         os.environ |= _OF_ONE_MACHINE
         if "ray" not in sys.modules:  # it reads these once

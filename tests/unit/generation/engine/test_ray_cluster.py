@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from generation.engine.replicas import join_cluster
 from tests.support.real_run import GONE_SECONDS, ROOT
 
 STARTED = """
@@ -52,3 +53,17 @@ def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process() -> Non
     while socket.socket().connect_ex((host, int(port))) == 0:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_cluster_of_ones_own_has_the_gpus_that_no_rank_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6")
+    join_cluster(1, taken=2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    with pytest.raises(ValueError, match="all 1 GPUs of this machine train: start fewer ranks, or name a Ray cluster"):
+        join_cluster(1, taken=1)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    join_cluster(1, taken=1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
