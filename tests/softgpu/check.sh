@@ -64,13 +64,12 @@ check torch "$python" -m pytest -n 0 -q tests/softgpu
 check late env SOFTGPU_LATE=1 "$python" -m pytest -n 0 -q tests/softgpu
 check gpu "$python" -m pytest -n 0 -q tests/gpu
 check doctor "$python" -m trainer doctor --output "$work/doctor"
-if [ ! -e runs/arithmetic_start/model ]; then # on the CPU
-    (
-        export SOFTGPU_OFF=1
-        "$python" -m scripts.examples.make arithmetic &&
-            "$python" -m trainer sft scripts/recipes/arithmetic_sft.yaml --resume none
-    ) || exit
-fi
+( # on the CPU
+    export SOFTGPU_OFF=1
+    [ -e runs/shapes_start/model ] || "$python" -m scripts.examples.make shapes
+    [ -e runs/arithmetic_start/model ] || { "$python" -m scripts.examples.make arithmetic &&
+        "$python" -m trainer sft scripts/recipes/arithmetic_sft.yaml --resume none; }
+) || exit
 run staged 1 --sync.way staged
 run pull 1 --sync.way pull
 run zero_copy 1 --sync.way zero_copy
