@@ -77,9 +77,9 @@ class Shifts:
         self.way, self.resources = way, ExitStack()
         doctor_trials.PROMPTS, doctor_trials.TOKENS = 2, 4
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
-        make_tiny_model(folder, vocab_size=512, hidden_size=64, heads=2, kv_heads=1, layers=2)
+        make_tiny_model(folder, vocab_size=512, hidden_size=256, heads=4, kv_heads=2, layers=3)
         config = doctor_trials.recipe(folder, "cuda", way, 1)
-        config = config.model_copy(update={"sync": config.sync.model_copy(update={"timeout_s": 20})})
+        config = config.model_copy(update={"sync": config.sync.model_copy(update={"timeout_s": 20, "bucket_mib": 1})})
         self.trial = doctor_trials.Trial(config, self.resources)
         self.trial.manager.sleep()
         self.in_worker("watch_waits()")

@@ -174,12 +174,26 @@ void check_devices(const std::string& name, const Stack& stack, size_t begin) {
 // Whether an operation does nothing but write into its first argument, or its tensors: `add_`, `_fused_adamw_`.
 bool writes_in_place(const std::string& name) { return name.back() == '_' && name[name.size() - 2] != '_'; }
 
+// The results that an operation with `out=` writes into, if they have their size already.
+std::vector<at::Tensor> given_results(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  std::vector<at::Tensor> made;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (!schema.arguments()[i].is_out()) continue;
+    auto tensors = arguments[i].isTensorList() ? arguments[i].toTensorVector() : std::vector<at::Tensor>{arguments[i].toTensor()};
+    for (const auto& t : tensors) if (!t.is_cuda() || !t.numel()) return {};
+    made.insert(made.end(), tensors.begin(), tensors.end());
+  }
+  return made;
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   size_t count = schema.arguments().size(), begin = stack->size() - count;
   Tensors tensors;
   check_devices(schema.name(), *stack, begin);
-  auto target = (*stack)[begin];
+  auto originals = torch::jit::last(*stack, count).vec();
+  auto written = given_results(schema, originals);
+  if (writes_in_place(schema.name())) written = {originals[0].isTensor() ? originals[0].toTensor() : originals[0].toTensorVector().at(0)};
   for (size_t i = begin; i < begin + count; i++) {
     auto& value = (*stack)[i];
     if (value.isDevice() && value.toDevice().is_cuda()) {
@@ -198,13 +212,14 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     auto generator = value.isGenerator() ? optional<at::Generator>(value.toGenerator()) : c10::nullopt;
     if (!generator || !generator->device().is_cpu()) value = c10::IValue(numbers_of(generator, tensors.device));
   }
-  if (tensors.device && !tensors.host && writes_in_place(schema.name())) {
+  if (tensors.device && !tensors.host && !written.empty()) {
     auto arguments = torch::jit::last(*stack, count).vec();
-    auto first = target.isTensor() ? target.toTensor() : target.toTensorVector().at(0);
     enqueue(*tensors.device, [op, arguments]() mutable { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments); },
-            range_of(first), {});
+            range_of(written[0]), {});
     torch::jit::drop(*stack, count);
-    if (!schema.returns().empty()) stack->push_back(target);
+    if (schema.returns().empty()) return;
+    if (!schema.arguments().back().is_out()) stack->push_back(originals[0]);
+    for (size_t i = 0; i < count; i++) if (schema.arguments()[i].is_out()) stack->push_back(originals[i]);
     return;
   }
   check(sg_launch(stream_of(tensors.device)));
