@@ -1,4 +1,4 @@
-"""README and docs/: every link, anchor, path, command, flag and key that they name exists."""
+"""README, its neighbours and docs/: every link, anchor, path, command, flag and key that they name exists."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from trainer import TrainConfig
 from trainer.cli import parse
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "trainer|generation|sharding|scripts|tests|docs"
 SECTIONS = "|".join(TrainConfig.model_fields)
 KEYS = {
