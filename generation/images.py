@@ -10,6 +10,7 @@ import hashlib
 import io
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -22,8 +23,20 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's others include some that start programs
 _BOMB = 89_478_485  # pixels; Pillow's own limit (PIL.Image.MAX_IMAGE_PIXELS): a quarter of a GiB at 24 bits
 
+Chat = Sequence[Mapping[str, Any]]
+"""Messages, each with its role and its content, which is text or a list of parts."""
+
 Spans = tuple[tuple[int, int], ...]
 """(first index among the ids, length) of the tokens that each image's features take the place of, in their order."""
+
+
+@contextmanager
+def subject(of: str) -> Iterator[None]:
+    """A ValueError within is a sentence without its subject, which `of` is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{of} {error}") from error
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ class Image:
             if limits.larger == "refuse":
                 size = f"{image.width} x {image.height} pixels"
                 raise ValueError(f"has {size}, more than data.max_image_pixels = {limits.max_pixels}")
-            image = _smaller(image, limits.max_pixels)
+            factor = (limits.max_pixels / (image.width * image.height)) ** 0.5
+            image = image.resize((max(1, int(image.width * factor)), max(1, int(image.height * factor))))
             data = _png(image)
         return cls(data, hashlib.sha256(data).hexdigest(), image.size)
 
@@ -143,11 +157,6 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
         raise ValueError(f"is broken: {error}") from error
 
 
-def _smaller(image: "PIL.Image.Image", pixels: int) -> "PIL.Image.Image":
-    factor = (pixels / (image.width * image.height)) ** 0.5
-    return image.resize((max(1, int(image.width * factor)), max(1, int(image.height * factor))))
-
-
 def _png(image: "PIL.Image.Image") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
@@ -172,13 +181,10 @@ class StoredImage:
 
     def read(self) -> Image:
         """The image. Raises ValueError, naming it, where it is not what it was."""
-        try:
+        with subject(self.name):
             image = Image.read(self.source(), self.limits)
-        except ValueError as error:
-            raise ValueError(f"{self.name} {error}") from error
-        if image.digest != self.digest:
-            change = "has changed since the data were read: leave them as they are while a run goes on"
-            raise ValueError(f"{self.name} {change}")
+            if image.digest != self.digest:
+                raise ValueError("has changed since the data were read: leave them as they are while a run goes on")
         return replace(image, name=self.name)
 
 
@@ -196,9 +202,7 @@ class Seen:
         return type(self)(self.ids + ids, self.images + images, self.spans + moved)
 
 
-def split_images(
-    messages: Sequence[Mapping[str, Any]], others: Sequence[Any] = ()
-) -> tuple[list[dict[str, Any]], list[Any]]:
+def split_images(messages: Chat, others: Sequence[Any] = ()) -> tuple[list[dict[str, Any]], list[Any]]:
     """Messages in which an image is `{"type": "image"}` and nothing more, and the sources of their images in order.
 
     A part of a message holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the place of
@@ -258,15 +262,11 @@ class ImageRules:
         """Images of these sources. Raises ValueError, a sentence without its subject, naming the first wrong one."""
         if len(sources) > self.most:
             raise ValueError(f"has {len(sources)} images, more than data.max_images = {self.most}")
-
-        def each() -> Iterator[Image]:
-            for number, source in enumerate(sources, start=1):
-                try:
-                    yield Image.read(source, self.limits)
-                except ValueError as error:
-                    raise ValueError(f"has an image ({number}) that {error}") from error
-
-        return tuple(each())
+        images: list[Image] = []
+        for number, source in enumerate(sources, start=1):
+            with subject(f"has an image ({number}) that"):
+                images.append(Image.read(source, self.limits))
+        return tuple(images)
 
     def check_bytes(self, images: Iterable[Image], row: Collection[str]) -> None:
         """Raise ValueError, a sentence without its subject, where images of one episode are too large together; those
@@ -297,12 +297,7 @@ class ImageProcessor:
         self._replacement = functools.lru_cache(maxsize=4096)(self._replacement_of)
 
     def expand(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        images: Sequence[Image],
-        *,
-        special: bool | None = None,
-        **template: Any,
+        self, prompt: str | Chat, images: Sequence[Image], *, special: bool | None = None, **template: Any
     ) -> tuple[list[int], Spans]:
         """The ids of a prompt, text or messages, in which each image has as many tokens as it has features, and where.
 
@@ -318,12 +313,11 @@ class ImageProcessor:
         if images:
             replacements = [self._replacement(image.size) for image in images]
             [text], _ = self._processor.get_text_with_replacements([text], replacements)
-        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str) if special is None else special)[
-            "input_ids"
-        ]
+        special = isinstance(prompt, str) if special is None else special
+        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids, self.spans(ids, images)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+    def render(self, messages: Chat, **template: Any) -> str:
         """Messages, whose content may be a list of parts, as the chat template writes them; not expanded."""
         settings = {"add_generation_prompt": True, **template}
         return str(self._processor.apply_chat_template([*map(dict, messages)], tokenize=False, **settings))

@@ -13,7 +13,7 @@ from generation.engine.sampling import SamplingSettings, response_budget, sample
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import BEFORE, Generation, encode_following, following, without_second_end
-from generation.images import Image, ImageRules, Spans, split_images
+from generation.images import Image, ImageRules, Spans, split_images, subject
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -265,10 +265,8 @@ class Conversation(Trajectory):
         images = rules.read(sources)
         if (count := len(self.images) + len(images)) > rules.most:
             raise ValueError(f"the episode has {count} images, more than data.max_images = {rules.most}")
-        try:
+        with subject("the episode"):
             rules.check_bytes((*self.images, *images), {image.digest for image in self.llm.images})
-        except ValueError as error:
-            raise ValueError(f"the episode {error}") from error
         return images
 
     def add_ids(self, token_ids: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from generation.engine.logits import new_way
 from generation.exact_ids import Generation, History, joined
-from generation.images import ImageRules
+from generation.images import ImageRules, subject
 from generation.importing import load
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import SamplerLLM
@@ -187,10 +187,8 @@ def _trajectory(
     """The trajectory of one result; `asked` are the batch's prompts by place."""
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
-    try:
+    with subject(f"the sampler's result {index}"):
         answer, length = _of_output(result, history) if hasattr(result, "outputs") else _of_ids(result, index, history)
-    except ValueError as error:
-        raise ValueError(f"the sampler's result {index} {error}") from error
     answered = asked.get(answer.chain[0].place, prompt)
     if answered.token_ids != prompt.token_ids:  # samples of one prompt, or of equal ones, may change places
         raise ValueError(

@@ -3,13 +3,12 @@
 They come in the many forms that vLLM takes; of a prompt that continues an earlier answer only the rest is encoded.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from generation.exact_ids import BEFORE, Generation, History, following, template_message, without_second_end
-from generation.images import Image, ImageRules, Seen, Spans, StoredImage, split_images
+from generation.images import Image, ImageRules, Seen, Spans, StoredImage, split_images, subject
 from generation.rollouts.episode import RolloutSettings
 
 if TYPE_CHECKING:
@@ -218,7 +217,7 @@ class Prompts:
     def _read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
         if sources and self._rules is None:
             raise ValueError("a prompt has images, but the run has none: set data.max_images")
-        with _of_a_prompt():
+        with subject("a prompt"):
             return self._rules.read(sources) if self._rules is not None else ()
 
     def _then(
@@ -237,7 +236,7 @@ class Prompts:
         spans: Spans = ()
         if later := _further(start, images):
             assert self._rules is not None
-            with _of_a_prompt():
+            with subject("a prompt"):
                 added, spans = self._rules.processor.expand(text, later, special=special)
         else:
             added = list(self._tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
@@ -254,29 +253,20 @@ class Prompts:
         known = parent or next(begins, None)
         start = _seen(known) if known is not None else Seen([])
         added, later = ids[len(start.ids) :], _further(start, images)
-        with _of_a_prompt():
+        with subject("a prompt"):
             return start.followed_by(added, later, self._rules.processor.spans(added, later))
 
     def _checked(self, request: Request) -> Request:
         """The request. Raises ValueError where its images, but for those of the row, are too large together."""
         if self._rules is not None:
             own = (image for prompt in self._batch if prompt.place == request.place for image in prompt.images)
-            with _of_a_prompt():
+            with subject("a prompt"):
                 self._rules.check_bytes(request.seen.images, {image.digest for image in own})
         return request
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
         """The place that decides the seed of a prompt that is not one of the batch's: the batch's at its position."""
         return self._batch[position].place if width == len(self._batch) else (-1 - position, 0)
-
-
-@contextmanager
-def _of_a_prompt() -> Iterator[None]:
-    """A ValueError within is a sentence without its subject."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"a prompt {error}") from error
 
 
 def _seen(known: PromptText | Generation) -> Seen:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from generation.exact_ids import KnownPrefix
-from generation.images import Image, ImageRules, Seen
+from generation.images import Image, ImageRules, Seen, subject
 from generation.server.conversations import CURRENT, Refused
 from generation.server.fetching import fetch
 
@@ -128,7 +128,5 @@ async def _local(source: Any, number: int, rules: ImageRules) -> Any:
     if not rules.fetch:
         remedy = "send it as a data URL, or have it fetched (rollout.fetch_images: true, --fetch-images)"
         raise ValueError(f"has an image ({number}) at a remote address ({source[:60]}): {remedy}")
-    try:
+    with subject(f"has an image ({number}) that"):
         return await fetch(source, rules.max_bytes)
-    except ValueError as error:
-        raise ValueError(f"has an image ({number}) that {error}") from error
