@@ -21,10 +21,9 @@ from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import (
     adapter_request,
     engine_processes,
-    preemption_logger,
     start_async_llm,
+    step_logger,
     stop_async_llm,
-    unfinished_requests,
     worker_memory,
 )
 from generation.exact_ids import Generation, generations_of, sampled_logprobs
@@ -81,7 +80,7 @@ class Engine:
         """
         self.state, self.adapter, self._images = EngineLifecycle(), None, None
         if self.settings.keyed_noise:
-            stat_loggers = [*(stat_loggers or ()), preemption_logger(self._note_preemptions)]
+            stat_loggers = [*(stat_loggers or ()), step_logger(self._note_step)]
         self._llm = start_async_llm(self.settings, stat_loggers)
         self._processes = engine_processes(self._llm)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
@@ -91,8 +90,8 @@ class Engine:
         if self.settings.routes and self.settings.on_cpu:
             await self.ask_workers("hotbunk_record_routes")
 
-    def _note_preemptions(self, count: int) -> None:
-        self.preemptions += count
+    def _note_step(self, _: Any, iteration: Any) -> None:
+        self.preemptions += 0 if iteration is None else iteration.num_preempted_reqs
 
     @property
     def llm(self) -> "AsyncLLM":
@@ -308,7 +307,7 @@ class Engine:
         and the engine holds `Update.version`; when it raises, the engine holds none until a complete update. Raises
         EngineStateError where requests are running, or the weights' memory is not mapped.
         """
-        if running := unfinished_requests(self.llm):
+        if running := self.llm.get_num_unfinished_requests():  # also those the scheduler has yet to see
             raise EngineStateError(f"cannot update weights: {running} requests would continue with other weights")
         self.state.begin_sync()
         update = Update(self.state.latest + 1 if version is None else version)

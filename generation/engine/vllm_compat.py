@@ -193,7 +193,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
     """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
 
-    `stat_loggers` are called after every step, such as `cache_usage_logger`. Raises ImportError where this vLLM is not
+    `stat_loggers` are called after every step, such as `step_logger`. Raises ImportError where this vLLM is not
     one of those supported, ValueError where it is built for the other kind of device, a class for its workers is not
     there, or an entry of `settings.extra` is not an engine argument.
     """
@@ -326,21 +326,6 @@ def request_errors() -> tuple[type[Exception], ...]:
     return (ValueError, EngineGenerateError, VLLMClientError)
 
 
-def unfinished_requests(engine: "AsyncLLM") -> int:
-    """Requests that this process has submitted and that have not finished, also those the scheduler has yet to see."""
-    return int(engine.get_num_unfinished_requests())
-
-
-def cache_usage_logger(report: Callable[[float], None]) -> type:
-    """A logger for `start_async_llm` that reports the share of the KV cache in use (0 to 1) after every step."""
-
-    def record(scheduler_stats: Any, _: Any) -> None:
-        if scheduler_stats is not None:
-            report(float(scheduler_stats.kv_cache_usage))
-
-    return _logger(record)
-
-
 async def log_throughput(engine: "AsyncLLM") -> None:
     """Until cancelled, let vLLM log its statistics every VLLM_LOG_STATS_INTERVAL seconds, as its server does."""
     from vllm import envs
@@ -350,17 +335,10 @@ async def log_throughput(engine: "AsyncLLM") -> None:
         await engine.do_log_stats()
 
 
-def preemption_logger(report: Callable[[int], None]) -> type:
-    """A logger for `start_async_llm` that reports how many requests lost their KV cache in a step, where some did."""
-
-    def record(_: Any, iteration_stats: Any) -> None:
-        if iteration_stats is not None and iteration_stats.num_preempted_reqs:
-            report(int(iteration_stats.num_preempted_reqs))
-
-    return _logger(record)
-
-
-def _logger(record_step: Callable[[Any, Any], None]) -> type:
+def step_logger(note: Callable[[Any, Any], None]) -> type:
+    """A logger for `start_async_llm` that hands on vLLM's statistics of the scheduler and of the iteration after every
+    step; either may be None.
+    """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Logger(StatLoggerBase):
@@ -370,7 +348,7 @@ def _logger(record_step: Callable[[Any, Any], None]) -> type:
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
-            record_step(scheduler_stats, iteration_stats)
+            note(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
             pass

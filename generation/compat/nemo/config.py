@@ -4,6 +4,7 @@ Every key is taken with its meaning or refused with a sentence; none is dropped.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 import psutil
@@ -165,8 +166,8 @@ def engine_settings(
         arguments["seed"] = seed
     if on_cpu and arguments.get("kv_cache_memory_bytes") is None:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config)
-    places = cpu_places(bundle, size * replicas(config)) if on_cpu else {"device_indices": bundle}
-    return EngineSettings.from_vllm(arguments, sleep=colocated(config), **places)
+    settings = EngineSettings.from_vllm(arguments, sleep=colocated(config), device_indices=() if on_cpu else bundle)
+    return replace(settings, **cpu_places(bundle, size * replicas(config))) if on_cpu else settings
 
 
 def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:

@@ -36,7 +36,6 @@ from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.replicas import Actor, actor_of, join_once
 from generation.engine.thread import EngineThread, as_ready
-from generation.exact_ids import Generation
 
 T = TypeVar("T")
 
@@ -58,18 +57,17 @@ class _Batches:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _rows(self, data: Prompts) -> tuple[list[Row], int]:
-        """The samples of a batch of ids, and the number of this call; raises unless all engines can generate."""
-        rows = rows_of(data, self._pad)
+    def _begin(self, method: str, rows: Sequence[Row], greedy: bool) -> tuple[list[int], list[Future[Any]]]:
+        """Start a method of the asynchronous worker for each sample; the places of their workers, and the futures.
+        Raises unless all engines can generate.
+        """
         for worker in self.workers:
             worker.check_usable()
-        return rows, next(self._calls)
-
-    def _texts(self, data: BatchedDataDict[Any], greedy: bool) -> list[Future[tuple[str, str]]]:
-        rows, call = text_rows(data, has_tokenizer(self.config)), next(self._calls)
-        for worker in self.workers:
-            worker.check_usable()
-        return [self.workers[self._choose(row.text)].answer_text(row, greedy, call) for row in rows]
+        places, futures, call = list[int](), list[Future[Any]](), next(self._calls)
+        for row in rows:
+            places.append(self._choose(row.text or row.token_ids))
+            futures.append(self.workers[places[-1]].begin(method, row, greedy, call))
+        return places, futures
 
     def generate(self, data: Prompts, greedy: bool = False) -> Responses:
         """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
@@ -77,13 +75,13 @@ class _Batches:
         A sample that fails has its error in `errors`, and does not affect the others. Raises ValueError for a batch
         that is not right-padded, or lacks something, and EngineStateError where an engine is asleep, or has no weights.
         """
-        rows, call = self._rows(data)
-        futures = [self.workers[self._choose(row.token_ids)].answer(row, greedy, call) for row in rows]
+        _, futures = self._begin("answer", rows_of(data, self._pad), greedy)
         return padded_output(data, collected(futures, self.timeout), self._pad)
 
     def generate_text(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
-        return text_output(collected(self._texts(data, greedy), self.timeout))
+        _, futures = self._begin("answer_text", text_rows(data, has_tokenizer(self.config)), greedy)
+        return text_output(collected(futures, self.timeout))
 
 
 class VllmGenerationWorker(_Batches, EngineLoad):
@@ -118,8 +116,8 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         else:
             self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
             gpus = gpus if cluster_room()[0] == "GPU" else 0
-            made_of = (VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed)
-            self.actor = Actor(actor_of(*made_of, cpus=size, gpus=gpus))
+            handle = actor_of(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, cpus=size, gpus=gpus)
+            self.actor = Actor(handle)
         self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
         try:
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")
@@ -150,20 +148,14 @@ class VllmGenerationWorker(_Batches, EngineLoad):
             return self.actor.call(method, *args, **kwargs)
         return getattr(self.engine, method)(*args, **kwargs)  # type: ignore[no-any-return]
 
-    def _counted(self, method: str, *args: Any) -> Future[Any]:
-        """Start it, counted as a request until it ends."""
+    def begin(self, method: str, row: Row, greedy: bool, call: int) -> Future[Any]:
+        """Start to generate for one sample of a batch by `answer` or `answer_text` of the asynchronous worker; it is
+        counted as a request until it ends.
+        """
         self.submitted()
-        future = self.thread.submit(self._coroutine(method, *args))
+        future = self.thread.submit(self._coroutine(method, row, greedy, call))
         future.add_done_callback(lambda _: self.finished())
         return future
-
-    def answer(self, row: Row, greedy: bool, call: int) -> Future[Generation]:
-        """Start to generate for one sample of a batch; see `VllmAsyncGenerationWorker.answer`."""
-        return self._counted("answer", row, greedy, call)
-
-    def answer_text(self, row: Row, greedy: bool, call: int) -> Future[tuple[str, str]]:
-        """Start to generate for one text."""
-        return self._counted("answer_text", row, greedy, call)
 
     def __getattr__(self, name: str) -> Any:
         """The asynchronous worker's `NAME_async` for NAME, blocking: `report_device_id`, `init_collective`,
@@ -253,12 +245,9 @@ class VllmGeneration(_Batches, GenerationInterface):
 
         `gen_leader_worker_idx` in an output is the number of the engine that it came from.
         """
-        rows, call = self._rows(data)
-        engines, futures = list[int](), list[Future[Generation]]()
-        for row in rows:
-            engines.append(self._choose(row.token_ids))
-            futures.append(self.workers[engines[-1]].answer(row, greedy, call))
-        async with aclosing(as_ready(map(_awaited, futures), self.timeout)) as answers:
+        rows = rows_of(data, self._pad)
+        engines, futures = self._begin("answer", rows, greedy)
+        async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
             async for place, completion in answers:
                 output = sequence_output(data, rows[place], completion, self._pad)
                 output["gen_leader_worker_idx"] = [engines[place]]
@@ -268,8 +257,8 @@ class VllmGeneration(_Batches, GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready."""
-        calls = map(_awaited, self._texts(data, greedy))
-        async with aclosing(as_ready(calls, self.timeout)) as answers:
+        _, futures = self._begin("answer_text", text_rows(data, has_tokenizer(self.config)), greedy)
+        async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
             async for place, answer in answers:
                 yield place, text_output([answer])
 
@@ -342,10 +331,6 @@ class VllmGeneration(_Batches, GenerationInterface):
         """End all engines; safe to call twice."""
         self._end()
         return True
-
-
-async def _awaited(future: Future[Any]) -> Any:
-    return await asyncio.wrap_future(future)
 
 
 def _stop(workers: list[VllmGenerationWorker], leave: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ when the first actor is made, and not before.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from generation.compat.load_balancer import EngineLoad
 from generation.engine.devices import device_count
 from generation.engine.engine import WorkerError
-from generation.engine.replicas import Actor, ActorEngine, actor_of
+from generation.engine.replicas import Actor, ActorEngine, ray_module
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
-from generation.engine.vllm_compat import cache_usage_logger, log_throughput, unfinished_requests
+from generation.engine.vllm_compat import log_throughput, step_logger
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -85,10 +85,11 @@ class ServiceEngine(ActorEngine):
         """Start the engine, and let it generate one token: only then is it ready."""
         from vllm import SamplingParams
 
-        def note(usage: float) -> None:
-            self._cache_usage = usage
+        def note(scheduler: Any, _: Any) -> None:
+            if scheduler is not None:
+                self._cache_usage = scheduler.kv_cache_usage
 
-        await super().start([*(stat_loggers or ()), cache_usage_logger(note)])
+        await super().start([*(stat_loggers or ()), step_logger(note)])
         if not self.settings.extra.get("disable_log_stats", True):
             self._statistics = asyncio.ensure_future(log_throughput(self.llm))
         if self.settings.load_format != "dummy":
@@ -103,7 +104,7 @@ class ServiceEngine(ActorEngine):
         params: "SamplingParams",
         version: int,
         timeout: float | None = None,
-        options: dict[str, Any] | None = None,
+        lora_request: Any = None,
     ) -> "RequestOutput":
         """Answer one prompt; the output's `weight_version` says with which weights.
 
@@ -111,12 +112,13 @@ class ServiceEngine(ActorEngine):
             version: the oldest weights that will do; EngineStateError where the engine has older ones, or none.
             timeout: seconds, waiting for an update included, then TimeoutError, and the engine aborts the request; None
                 waits for as long as it takes.
-            options: further arguments of `AsyncLLM.generate`, such as `lora_request`.
+            lora_request: the adapter to answer with, as of `AsyncLLM.generate`.
         """
         try:
             async with asyncio.timeout(timeout), self._gate.request():
                 held = self.state.usable_version()
-                output = await self.request(prompt, params, policy_version=max(held, version), **(options or {}))
+                version = max(held, version)
+                output = await self.request(prompt, params, policy_version=version, lora_request=lora_request)
         except TimeoutError as error:
             raise TimeoutError(f"vLLM generation timed out after {timeout} seconds") from error
         output.weight_version = held  # type: ignore[attr-defined]
@@ -124,11 +126,11 @@ class ServiceEngine(ActorEngine):
 
     def get_cache_usage(self) -> float:
         """Share of the KV cache in use, 0 to 1, as of the last scheduler step; an abort does not count as one."""
-        return self._cache_usage if unfinished_requests(self.llm) else 0.0
+        return self._cache_usage if self.llm.get_num_unfinished_requests() else 0.0
 
     async def get_num_unfinished_requests(self) -> int:
         """The requests that vLLM itself counts; the service counts at its own end."""
-        return unfinished_requests(self.llm)
+        return int(self.llm.get_num_unfinished_requests())
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """See `Engine`. From the first `update_weight` until the last weight has come, the engine holds no version;
@@ -232,22 +234,17 @@ class LocalReplica(Replica):
 class RayReplica(Replica):
     """An engine in a Ray actor, on a node of the cluster that has its devices free. `actor`: its handle."""
 
-    def __init__(self, settings: EngineSettings, thread: EngineThread, name: str, actor_class: type | None) -> None:
+    def __init__(self, actor: Actor, thread: EngineThread, name: str) -> None:
         super().__init__()
-        self._settings, self._thread, self.name = settings, thread, name
-        self._class = actor_class or ServiceEngine
-        self.actor: Actor | None = None
+        self.actor, self._thread, self.name = actor, thread, name
         self._watcher: asyncio.Task[None] | None = None
 
     def launch(self) -> Future[Any]:
-        """Create the actor and start the engine in it."""
-        named = {"name": self.name, "namespace": "hotbunk"}
-        gpus = len(self._settings.device_indices)
-        self.actor = Actor(actor_of(self._class, self._settings, cpus=1, gpus=gpus, **named))
+        """Start the engine in the actor."""
         return self._thread.submit(self._start())
 
     async def _start(self) -> None:
-        await self._call("start")
+        await self.actor.call("start")
         await self.watch()
 
     async def watch(self) -> None:
@@ -258,7 +255,7 @@ class RayReplica(Replica):
         """Ask the actor every half second how full its KV cache is."""
         try:
             while True:
-                self.cache_usage = await self._call("get_cache_usage")
+                self.cache_usage = await self.actor.call("get_cache_usage")
                 await asyncio.sleep(0.5)
         except ray_module().exceptions.RayError as error:  # requests raise the same error to their callers
             log.warning("Actor %s no longer reports its load: %s", self.name, error)
@@ -266,32 +263,16 @@ class RayReplica(Replica):
             self.cache_usage = None
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._thread.submit(self._call(method, *args, **kwargs))
+        return self._thread.submit(self.actor.call(method, *args, **kwargs))
 
     def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.actor is not None
         return self.actor.submit(method, *args, **kwargs)
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        assert self.actor is not None
-        return self.actor.call(method, *args, **kwargs)
 
     async def close(self) -> None:
         """Stop the engine's processes, then the actor; a dead actor is not an error."""
-        actor, self.actor = self.actor, None
         if self._watcher is not None:
             self._watcher.cancel()
-        if actor is not None:
-            await actor.close()
-
-
-def ray_module() -> Any:
-    """Ray, imported now; ImportError with the remedy, where it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("ray is not installed. Please install it with `pip install ray`.") from error
-    return ray
+        await self.actor.close()
 
 
 def gpu_count(backend: str) -> int:

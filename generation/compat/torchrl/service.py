@@ -6,6 +6,7 @@ every weight update.
 
 import logging
 import random
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,10 +29,9 @@ from generation.compat.torchrl.arguments import (
     start_timeout,
     wait_until_started,
 )
-from generation.compat.torchrl.client import engine_class
-from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, gpu_count
+from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, ServiceEngine, gpu_count
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
-from generation.engine.replicas import join_once
+from generation.engine.replicas import Actor, actor_of, join_once
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_arguments
 
@@ -43,16 +43,23 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0
 """Longest wait for engines to stop."""
 
+_TORCHRL = "torchrl.modules.llm.backends.vllm"
+
 
 class AsyncVLLM(WeightUpdates):
     """A service of engines of one model. May be used from several threads; a context manager.
 
     `weight_version` is that of the weights that answers are given with, 0 for the checkpoint's; outputs carry theirs.
-    Where a program has imported TorchRL's `vLLMWrapper` or `vLLMUpdaterV2` before, these take a service for an engine.
+    Where a program has imported TorchRL's `vLLMWrapper` or `vLLMUpdaterV2` before, these take a service for an engine:
+    the former looks for the name `AsyncVLLM` in a module of TorchRL's, the latter for an `RLvLLMEngine`.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        return super().__new__(engine_class(cls))
+        if "torchrl" not in sys.modules:  # which is never imported here
+            return super().__new__(cls)
+        if (base := sys.modules.get(f"{_TORCHRL}.base")) is not None:
+            base.RLvLLMEngine.register(cls)
+        return super().__new__(type("AsyncVLLM", (cls,), {"__module__": _TORCHRL}))
 
     def __init__(
         self,
@@ -137,8 +144,7 @@ class AsyncVLLM(WeightUpdates):
         service._owner, service.service_id, service.weight_version = False, service_id, weight_version
         service._thread = thread = EngineThread(f"async-vllm-{service_id}")
         for name, actor in actors:
-            service.actors.append(replica := RayReplica(settings, thread, name, None))
-            replica.actor = actor
+            service.actors.append(replica := RayReplica(actor, thread, name))
             thread.submit(replica.watch())
         if balancing is not None:
             service.create_load_balancer(balancing[0], **balancing[1])
@@ -180,8 +186,10 @@ class AsyncVLLM(WeightUpdates):
                 if self.backend == "local":
                     self.actors.append(LocalReplica(settings, self._thread))
                 else:
-                    name = f"async-vllm-replica-{self.service_id}-{number}"
-                    self.actors.append(RayReplica(settings, self._thread, name, self._actor_class))
+                    name, kind = f"async-vllm-replica-{self.service_id}-{number}", self._actor_class or ServiceEngine
+                    gpus_here = len(settings.device_indices)
+                    actor = actor_of(kind, settings, cpus=1, gpus=gpus_here, name=name, namespace="hotbunk")
+                    self.actors.append(RayReplica(Actor(actor), self._thread, name))
             starts += [replica.launch() for replica in self.actors]
             wait_until_started(starts, timeout)
         except BaseException:
@@ -249,11 +257,10 @@ class AsyncVLLM(WeightUpdates):
 
         listed, single = prompt_dictionaries(prompts, prompt_token_ids)
         each = sampling_for_each(sampling_params, len(listed))
-        options = {} if lora_request is None else {"lora_request": lora_request}
         futures: list[Future[RequestOutput]] = []
         try:
             for prompt, params in zip(listed, each, strict=True):
-                futures.append(self._submit(prompt, params, actor_index, timeout_seconds, options))
+                futures.append(self._submit(prompt, params, actor_index, timeout_seconds, lora_request))
             for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm):
                 pass  # each ends by its own deadline
         except BaseException:
@@ -270,7 +277,7 @@ class AsyncVLLM(WeightUpdates):
         listed, single = prompt_dictionaries(prompt)
         if not single:
             raise ValueError("submit takes one prompt, not a list of them")
-        return self._submit(listed[0], sampling_for_each(sampling_params, 1)[0], None, timeout_seconds, {})
+        return self._submit(listed[0], sampling_for_each(sampling_params, 1)[0], None, timeout_seconds)
 
     def _submit(
         self,
@@ -278,7 +285,7 @@ class AsyncVLLM(WeightUpdates):
         params: "SamplingParams",
         actor_index: int | None,
         timeout: float | None,
-        options: dict[str, Any],
+        lora_request: Any = None,
     ) -> "Future[RequestOutput]":
         self._require_launched("generating")
         limit = timeout if timeout is not None and timeout > 0 else None
@@ -286,7 +293,7 @@ class AsyncVLLM(WeightUpdates):
             replica = self.actors[self._checked_index(self._route(prompt) if actor_index is None else actor_index)]
             replica.submitted()
         try:
-            future = replica.submit("generate", prompt, params, self.weight_version, limit, options)
+            future = replica.submit("generate", prompt, params, self.weight_version, limit, lora_request)
         except BaseException:
             replica.finished()
             raise

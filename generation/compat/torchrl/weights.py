@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generation.compat.torchrl.arguments import gpus_per_replica, results_of
-from generation.compat.torchrl.replicas import UPDATE_SECONDS, Replica, ray_module
+from generation.compat.torchrl.replicas import UPDATE_SECONDS, Replica
+from generation.engine.replicas import ray_module
 from generation.engine.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from generation.compat.nemo.config import VllmConfig, VllmSpecificArgs
 from generation.compat.nemo.generation import VllmGeneration
 from generation.engine.engine import WorkerError
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.vllm_compat import unfinished_requests
 from sharding import WORKER_EXTENSION
 from sharding.apart.broadcast import CollectiveSender
 from sharding.manager import ShardingManager
@@ -206,7 +205,7 @@ def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration
         with pytest.raises(EngineStateError, match="requests would continue with other weights"):
             await worker.engine.update_weights_from_collective_async()
         await results.aclose()
-        return unfinished_requests(worker.engine.llm)
+        return int(worker.engine.llm.get_num_unfinished_requests())
 
     assert worker.thread.run(listen_once(), 60, "a test") == 0
     assert generation.invalidate_kv_cache() is True  # no block is in use, either
@@ -253,7 +252,7 @@ def test_which_engine_answers_changes_nothing(generation: VllmGeneration) -> Non
     data = padded([PROMPTS[0]] * 8)
     spread = responses(generation.generate(data))
     assert sorted(served) == [0] * 4 + [1] * 4
-    alone = [second.answer(row, False, numbers[1] + 1).result(60).token_ids for row in rows_of(data, 0)]
+    alone = [second.begin("answer", row, False, numbers[1] + 1).result(60).token_ids for row in rows_of(data, 0)]
     assert spread == alone
 
 

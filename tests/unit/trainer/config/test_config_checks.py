@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from generation.engine import settings
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, without_expandable_segments
 from trainer.config.model_file import model_config, sees
@@ -396,9 +395,7 @@ def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_rou
         assert sentence.startswith("lora.sync is adapter, but vLLM on CPU has none for mixtures")
 
 
-def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(
-    config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(config: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_experts": 4}))
     told = {"model": {"routes": "engine"}}
     assert problems(config, told, VLLM_USE_V2_MODEL_RUNNER="0") == []  # which CPUs do not have
@@ -409,16 +406,6 @@ def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(
     refused = f"{said}unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
     assert refused in problems(config, on_cuda, VLLM_USE_V2_MODEL_RUNNER="0")
     assert refused not in problems(config, {"run": {"device": "cuda"}}, VLLM_USE_V2_MODEL_RUNNER="0")
-    source = settings._vllm_source
-
-    def older(path: str) -> str | None:
-        return (source(path) or "").replace("set_capture_fn", "capture").replace("enable_return_routed", "return")
-
-    monkeypatch.setattr(settings, "_vllm_source", older)
-    for changes in (told, on_cuda):
-        [sentence] = [sentence for sentence in problems(config, changes) if "model.routes is engine" in sentence]
-        assert f"vLLM {vllm} tells no routes on {'CUDA' if 'run' in changes else 'a CPU'}" in sentence
-        assert sentence.endswith("install a release of those supported, or set model.routes to recorded")
 
 
 def test_a_way_that_is_not_there_is_named(config: dict) -> None:
