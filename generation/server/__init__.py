@@ -4,6 +4,7 @@ A socket is bound once; vLLM's application and uvicorn run on the engine's event
 """
 
 import asyncio
+import secrets
 import socket
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +15,7 @@ from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.connections import bounded
-from generation.server.conversations import Conversations, TooManyConversations
+from generation.server.conversations import Conversation, Conversations, TooManyConversations
 from generation.server.gate import OF_VLLM, PLACES, Gate, ServerSettings
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
@@ -96,15 +97,15 @@ class OpenAIServer:
         the client has from its row, which do not count among those that come up.
         """
         sampling = self.settings.sampling if sampling is None else sampling
-        conversation = self._conversations.open(
-            key,
+        new = Conversation(
+            key or f"hotbunk-{secrets.token_urlsafe(24)}",
             sampling=sampling,
             seed=seed,
             policy_version=policy_version,
             turnstile=turnstile,
             row_images=row_images,
         )
-        return conversation.key
+        return self._conversations.open(new).key
 
     def address(self, key: str) -> str:
         """A base URL for one trajectory's clients, where requests without its key count as lost. KeyError: not open."""
@@ -144,13 +145,7 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
     images = settings.image_rules
     engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations, images)
-    app = await build_openai_app(
-        engine,
-        settings.model_name,
-        tool_parser=settings.tool_parser,
-        reasoning_parser=settings.reasoning_parser,
-        check=engine.check,
-    )
+    app = await build_openai_app(engine, settings.model_name, settings.tool_parser, settings.reasoning_parser)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
 

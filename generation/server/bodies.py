@@ -258,7 +258,7 @@ class Answer:
         if status == 200 and self._waiting.startswith(b"{"):
             answer = json.loads(self._waiting)
             for choice in answer.get("choices", []):
-                self._complete(choice, choice.get("message"), "message")
+                self._keep(choice["index"], choice.get("message"), choice.get("message", choice))
             if self._path in (RESPONSES, MESSAGES):
                 self._complete_answer(answer)
             return as_json(status, answer)
@@ -268,11 +268,8 @@ class Answer:
         answered.raw_headers = self._start["headers"]
         return answered
 
-    def _complete(self, choice: dict[str, Any], said: dict[str, Any] | None, place: str) -> None:
-        """Add a finished choice's ids and log-probabilities, and remember a chat's message."""
-        self._keep(choice["index"], said, choice.get(place, choice))
-
     def _keep(self, index: int, said: dict[str, Any] | None, place: dict[str, Any]) -> None:
+        """Put a finished choice's ids and log-probabilities in their place, and remember a chat's message."""
         generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
             return
@@ -286,7 +283,7 @@ class Answer:
         place.update(zip(CARRIED, (generation.prompt_ids, generation.token_ids, logprobs), strict=True))
 
     def _complete_answer(self, answer: dict[str, Any]) -> None:
-        """As `_complete`, of another dialect's whole answer; a response is kept for those that continue it."""
+        """As `_keep`, of another dialect's whole answer; a response is kept for those that continue it."""
         self._keep(0, said_in(self._path, answer), answer)
         if self._path == RESPONSES:
             answer |= {"previous_response_id": self._previous, "store": self._call.items is not None}
@@ -313,7 +310,7 @@ class Answer:
             said = self._said.setdefault(choice["index"], {"role": "assistant", "content": "", "tool_calls": []})
             _add_delta(said, choice.get("delta") or {})
             if choice.get("finish_reason") is not None:
-                self._complete(choice, said, "delta")
+                self._keep(choice["index"], said, choice.get("delta", choice))
         return b"data: " + json.dumps(chunk).encode()
 
 

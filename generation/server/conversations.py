@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -100,7 +99,7 @@ class Conversation:
     """
 
     key: str
-    history: ChatHistory
+    history: ChatHistory = field(init=False)
     by_request: bool = False
     sampling: SamplingSettings | None = None
     seed: int | None = None
@@ -154,37 +153,16 @@ class Conversations(dict[str, Conversation]):
         if sum(each.by_request == by_request for each in self.values()) >= self._limit:
             raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
 
-    def open(
-        self,
-        key: str = "",
-        *,
-        by_request: bool = False,
-        sampling: SamplingSettings | None = None,
-        seed: int | None = None,
-        policy_version: int | None = None,
-        turnstile: Turnstile | None = None,
-        row_images: tuple[Image, ...] = (),
-    ) -> Conversation:
-        """Begin to capture the answers under `key`, or under a new one that cannot be guessed; see `Conversation`.
-
-        Raises ValueError where it is open already, TooManyConversations where the server keeps no more.
+    def open(self, new: Conversation) -> Conversation:
+        """Begin to capture the answers of a conversation. Raises ValueError where its key is open already,
+        TooManyConversations where the server keeps no more.
         """
-        key = key or f"hotbunk-{secrets.token_urlsafe(24)}"
-        if key in self:
-            raise ValueError(f"trajectory {key!r} is being captured already; take it first, or choose another key")
-        self.check_room(by_request)
-        opened = Conversation(
-            key,
-            ChatHistory(self._tokenizer, self._ends),
-            by_request=by_request,
-            sampling=sampling,
-            seed=seed,
-            policy_version=policy_version,
-            turnstile=turnstile,
-            row_images=row_images,
-        )
-        self[key] = self.places[opened.place] = opened
-        return opened
+        if new.key in self:
+            raise ValueError(f"trajectory {new.key!r} is being captured already; take it first, or choose another key")
+        self.check_room(new.by_request)
+        new.history = ChatHistory(self._tokenizer, self._ends)
+        self[new.key] = self.places[new.place] = new
+        return new
 
     def take(self, key: str) -> list[Trajectory]:
         """The trajectories captured under `key`, which is then forgotten; the first has its `FIGURES` as "server/…".

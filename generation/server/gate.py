@@ -5,7 +5,7 @@ import hmac
 import json
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,24 +39,10 @@ from generation.server.figures import exposition
 from generation.server.served_engine import check_ready
 
 KEY_HEADER = "x-hotbunk-trajectory"
-CHAT, COMPLETIONS, TOKENIZE, MODELS, METRICS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/tokenize",
-    "/v1/models",
-    "/metrics",
-)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZE, DETOKENIZE, MODELS, METRICS = "/tokenize", "/detokenize", "/v1/models", "/metrics"
 ANSWERING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-OF_VLLM = (
-    *ANSWERING,
-    f"{MESSAGES}/count_tokens",
-    TOKENIZE,
-    "/detokenize",
-    MODELS,
-    "/health",
-    "/version",
-    "/openapi.json",
-)
+OF_VLLM = (*ANSWERING, f"{MESSAGES}/count_tokens", TOKENIZE, DETOKENIZE, MODELS, "/health", "/version", "/openapi.json")
 SERVED = (*OF_VLLM, f"{MODELS}/MODEL", METRICS)
 PLACES = "/trajectories/"
 """Before the path of a request to one trajectory's own address, which names the trajectory beside its key."""
@@ -110,22 +96,20 @@ class ServerSettings:
         return self.max_body_bytes + (3 * self.image_rules.max_bytes if self.image_rules is not None else 0)
 
 
+@dataclass(eq=False)
 class Gate:
-    """An ASGI application around vLLM's. `local`: the server listens on loopback."""
+    """An ASGI application around vLLM's. `local`: the server listens on loopback; `requests`: answered, by path and
+    status.
+    """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        worker: Engine,
-        settings: ServerSettings,
-        conversations: Conversations,
-        limits: Limits,
-        tokenizer: Any,
-        local: bool,
-    ) -> None:
-        self._app, self._worker, self._settings, self._local = app, worker, settings, local
-        self._conversations, self._limits, self._tokenizer = conversations, limits, tokenizer
-        self._requests: Counter[tuple[str, int]] = Counter()  # answered, by path and status
+    app: ASGIApp
+    worker: Engine
+    settings: ServerSettings
+    conversations: Conversations
+    limits: Limits
+    tokenizer: Any
+    local: bool
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -136,7 +120,7 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._requests[path if path in OF_VLLM else "other", message["status"]] += 1
+                self.requests[path if path in OF_VLLM else "other", message["status"]] += 1
             await send(message)
 
         try:
@@ -147,7 +131,7 @@ class Gate:
             elif request.method == "POST":
                 await self._post(request, counted)
             else:
-                await self._app(request.scope, receive, counted)
+                await self.app(request.scope, receive, counted)
         except Refused as refused:
             await error_response(refused.status, str(refused))(scope, receive, counted)
         except ClientDisconnect:
@@ -155,21 +139,21 @@ class Gate:
 
     def _path(self, request: Request) -> str:
         """The path, without its trajectory's address, once it is known that the request may be made."""
-        if self._local and (name := foreign_host(request.headers.get("host", ""))):
+        if self.local and (name := foreign_host(request.headers.get("host", ""))):
             raise Refused(403, f"this server listens on loopback, and is not {name[:80]!r}: ask localhost or 127.0.0.1")
         path, conversation = request.scope["path"], None
         if path.startswith(PLACES):
             place, _, rest = path.removeprefix(PLACES).partition("/")
-            path, conversation = f"/{rest}", self._conversations.places.get(place)
+            path, conversation = f"/{rest}", self.conversations.places.get(place)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
         path = path.replace("/v1/v1/", "/v1/", 1)  # of Anthropic's clients, which add it to a base URL that has it
         if path not in (*OF_VLLM, METRICS) and not path.startswith(f"{MODELS}/"):
             raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
-        own, token = self._settings.api_key, _token(request)
-        opened = self._conversations.get(token)
+        own, token = self.settings.api_key, _token(request)
+        opened = self.conversations.get(token)
         if conversation is not None and not _same(token, conversation.key):
-            for counts in (conversation.counts, self._conversations.counts):
+            for counts in (conversation.counts, self.conversations.counts):
                 counts["lost_keys"] += request.method == "POST"
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
         # The key of a header is the client's choice, which others might guess: it does not open the server.
@@ -181,17 +165,17 @@ class Gate:
 
     def _call(self, request: Request) -> Call:
         """The trajectory under which a request for answers is captured: its header's, or its bearer token's."""
-        token, key, own = _token(request), request.headers.get(KEY_HEADER, ""), self._settings.api_key
-        conversation = self._conversations.get(key or token)
-        if key and not self._settings.header_keys:
+        token, key, own = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
+        conversation = self.conversations.get(key or token)
+        if key and not self.settings.header_keys:
             raise Refused(400, f"this server takes no trajectories' keys in {KEY_HEADER}: leave it out")
         if key and own is not None and not _same(token, own) and token != key:
             raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
         if conversation is not None:
-            return Call(conversation.sampling, conversation, totals=self._conversations.counts)
+            return Call(conversation.sampling, conversation, totals=self.conversations.counts)
         if key:
-            self._conversations.check_room(by_request=True)
-        return Call(self._settings.sampling, opens=key, totals=self._conversations.counts)
+            self.conversations.check_room(by_request=True)
+        return Call(self.settings.sampling, opens=key, totals=self.conversations.counts)
 
     async def _post(self, request: Request, send: Send) -> None:
         """Check and complete the body, have vLLM answer it, and complete the answer."""
@@ -199,17 +183,17 @@ class Gate:
         call = Call(None)
         if generates := path in ANSWERING:
             call = self._call(request)
-            check_ready(self._worker, call)
+            check_ready(self.worker, call)
         body = parse_body(await self._read(request))
-        self._limits.check_sizes(body)
+        self.limits.check_sizes(body)
         if generates and (named := body.pop(REQUESTED, None)) is not None:
             try:
-                call.processors = requested(named, self._worker.settings.extra)
+                call.processors = requested(named, self.worker.settings.extra)
             except ValueError as unknown:
                 raise Refused(400, str(unknown)) from unknown
         lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         call.open_ended = all(body.get(name) is None for name in lengths)
-        kept = (call.conversation or self._conversations).responses
+        kept = (call.conversation or self.conversations).responses
         previous = body.get("previous_response_id") if path == RESPONSES else None
         items = kept.whole_input(body) if path == RESPONSES else readable_messages(body)
         if call.conversation is not None and path in (CHAT, RESPONSES):
@@ -243,7 +227,7 @@ class Gate:
         token = CURRENT.set(call if generates else None)
         error = None
         try:
-            await self._app(scope, receive, answer.send)
+            await self.app(scope, receive, answer.send)
         except Exception as raised:  # after an answer has been made of it
             error = raised
         finally:
@@ -252,7 +236,7 @@ class Gate:
 
     async def _read(self, request: Request) -> bytes:
         """The whole body. Refused where it is, or is announced to be, too large, and where it takes too long."""
-        limit, seconds = self._settings.most_bytes, self._settings.body_timeout_s
+        limit, seconds = self.settings.most_bytes, self.settings.body_timeout_s
         announced, body = request.headers.get("content-length", ""), bytearray()
         too_large = Refused(413, f"the request is larger than {limit:,} bytes")
         if announced.isdecimal() and int(announced) > limit:
@@ -270,8 +254,8 @@ class Gate:
     async def _exact(self, body: Body, call: Call) -> KnownPrefix | None:
         """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
         wanted = body.get("required_prefix_token_ids")
-        given = take_prefix(body, self._limits.vocabulary)
-        if not self._settings.keep_exact_ids:
+        given = take_prefix(body, self.limits.vocabulary)
+        if not self.settings.keep_exact_ids:
             if wanted:
                 raise Refused(400, "required_prefix_token_ids is set, but this server does not keep exact ids")
             return None
@@ -286,19 +270,19 @@ class Gate:
             return None
         if body.get("continue_final_message"):
             raise Refused(400, "exact ids cannot be kept with continue_final_message: the last answer has no end")
-        status, answer = await self._ask_tokenize(prefix_request(body, known.messages))
+        status, answer = await self._ask(TOKENIZE, prefix_request(body, known.messages))
         if status != 200:
             raise Refused(status, answer["error"]["message"])
         return replace(known, rendered=answer["tokens"])
 
     async def _tokenize(self, request: Request, send: Send, exact: KnownPrefix, body: Body) -> None:
         """As vLLM's, with exact ids."""
-        status, answer = await self._ask_tokenize(body)
+        status, answer = await self._ask(TOKENIZE, body)
         if status == 200:
-            ids = exact_prompt(exact, self._tokenizer, answer["tokens"], self._settings.eos_token_ids)
+            ids = exact_prompt(exact, self.tokenizer, answer["tokens"], self.settings.eos_token_ids)
             answer |= {"tokens": ids, "count": len(ids)}
             if answer.get("token_strs"):
-                answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(ids)
+                answer["token_strs"] = self.tokenizer.convert_ids_to_tokens(ids)
         await as_json(status, answer)(request.scope, request.receive, send)
 
     async def _own(self, request: Request) -> Response:
@@ -306,22 +290,20 @@ class Gate:
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
         if request.scope["path"] == METRICS:
-            return exposition(self._worker, self._conversations, self._requests)
+            return exposition(self.worker, self.conversations, self.requests)
         name = request.scope["path"].removeprefix(f"{MODELS}/")
-        _, listed = await self._ask("GET", MODELS)
+        _, listed = await self._ask(MODELS)
         for model in listed["data"]:
             if model["id"] == name:
                 return as_json(200, model)
         raise Refused(404, f"there is no model {name[:80]!r} here; there is {listed['data'][0]['id']}")
 
-    async def _ask_tokenize(self, body: Body) -> tuple[int, Any]:
-        return await self._ask("POST", TOKENIZE, json.dumps(body))
-
-    async def _ask(self, method: str, path: str, content: str = "") -> tuple[int, Any]:
+    async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:
         """The status and the answer of vLLM's application to a request of ours."""
+        method, content = ("GET", "") if body is None else ("POST", json.dumps(body))
         headers = {"content-type": "application/json"}
         request = httpx.Request(method, f"http://localhost{path}", content=content, headers=headers)
-        answer = await httpx.ASGITransport(self._app).handle_async_request(request)  # a client would double its time
+        answer = await httpx.ASGITransport(self.app).handle_async_request(request)  # a client would double its time
         return answer.status_code, json.loads(await answer.aread())
 
 

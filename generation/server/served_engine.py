@@ -4,7 +4,7 @@ The parts of vLLM's HTTP server that are private or change between releases (0.3
 """
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -22,7 +22,7 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.images import ImageRules, Seen
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
-from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
+from generation.server.conversations import CURRENT, STUMBLES, Call, Conversation, Conversations, Refused
 from generation.server.dialects import as_chat
 from generation.server.images import continued, see
 
@@ -145,9 +145,8 @@ class ServedEngine:
                 async for output in outputs:
                     call.taken = True
                     if call.opens and call.conversation is None:  # another request with this key may have been faster
-                        call.conversation = self._conversations.get(call.opens) or self._conversations.open(
-                            call.opens, by_request=True, sampling=call.sampling
-                        )
+                        new = Conversation(call.opens, by_request=True, sampling=call.sampling)
+                        call.conversation = self._conversations.get(call.opens) or self._conversations.open(new)
                     for choice in output.outputs:
                         if (generation := sampled.add(choice)) is not None:
                             call.generations[first + choice.index] = generation
@@ -332,27 +331,21 @@ def _root_logging_kept() -> Iterator[None]:
     """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
     and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
     """
-    root = logging.getLogger()
-    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    levels = [(each, each.level) for each in (logging.root, *logging.root.handlers)]
     try:
         yield
     finally:
-        root.setLevel(level)
-        for handler, own in handlers:
-            handler.setLevel(own)
+        for each, level in levels:
+            each.setLevel(level)
 
 
 async def build_openai_app(
-    engine: Any,
-    model_name: str,
-    tool_parser: str | None,
-    reasoning_parser: str | None,
-    check: Callable[[Any, Any], Awaitable[None]],
+    engine: ServedEngine, model_name: str, tool_parser: str | None, reasoning_parser: str | None
 ) -> Any:
     """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
 
-    `check` is given each request for answers as vLLM has parsed it, and its handler, before that does anything.
-    Raises ValueError where vLLM has no parser of that name.
+    `ServedEngine.check` is given each request for answers as vLLM has parsed it, and its handler, before that does
+    anything. Raises ValueError where vLLM has no parser of that name.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -380,7 +373,7 @@ async def build_openai_app(
     for name, methods in _ANSWERING.items():
         if (handler := getattr(app.state, name, None)) is not None:
             for method in methods:
-                setattr(handler, method, _checked_first(check, handler, getattr(handler, method)))
+                setattr(handler, method, _checked_first(engine, handler, getattr(handler, method)))
     return app
 
 
@@ -410,11 +403,9 @@ def _one_line(record: logging.LogRecord) -> bool:
     return first
 
 
-def _checked_first(
-    check: Callable[[Any, Any], Awaitable[None]], handler: Any, handle: Callable[..., Any]
-) -> Callable[..., Any]:
+def _checked_first(engine: ServedEngine, handler: Any, handle: Callable[..., Any]) -> Callable[..., Any]:
     async def checked(request: Any, *arguments: Any, **named: Any) -> Any:
-        await check(request, handler)
+        await engine.check(request, handler)
         return await handle(request, *arguments, **named)
 
     return checked
