@@ -389,9 +389,8 @@ def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwarg
 
     They do not depend on the conversation before, so a stand-in of two messages is rendered instead.
     """
-    rendered = tokenizer.apply_chat_template(
-        [*BEFORE, *messages], tokenize=False, **({"add_generation_prompt": True} | dict(template_kwargs))
-    )
+    template = {"add_generation_prompt": True, **template_kwargs}
+    rendered = tokenizer.apply_chat_template([*BEFORE, *messages], tokenize=False, **template)
     return list(tokenizer(following(str(rendered)), add_special_tokens=False)["input_ids"])
 
 

@@ -27,12 +27,12 @@ _MOST_TEXT, _OF_A_REFERENCE = 2**20, 2**9  # characters that interpolations may 
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 
 
-def read_yaml(path: Path, environ: Mapping[str, str] = os.environ) -> DictConfig:
+def read_yaml(path: Path) -> DictConfig:
     """A file's mapping with its includes merged in and its defaults filled in; `${a.b}` is left to be resolved. Raises
     ValueError where a file is missing, is not a mapping in valid YAML, or includes itself; it is named, and the files
     that led to it.
     """
-    merged = OmegaConf.create(_read(path, environ, ()))
+    merged = OmegaConf.create(_read(path, ()))
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -98,22 +98,20 @@ def _typed(text: str, name: str) -> Any:
         raise ValueError(f"{name} is {text!r}, which is not valid YAML") from error
 
 
-def _read(path: Path, environ: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """One file, includes and all; `above` are the files that include it."""
     loaded = _load(path, above)
     if os.path.realpath(path) in map(os.path.realpath, above):
         cycle = " includes ".join([str(above[0]), *(each.name for each in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
-    values = fill_defaults(loaded, environ)
+    values = fill_defaults(loaded)
     for key, section in values.items():
         if isinstance(section, dict):
-            values[key] = _with_includes(section, f"{key}.{INCLUDES}", path, environ, above)
-    return _with_includes(values, INCLUDES, path, environ, above)
+            values[key] = _with_includes(section, f"{key}.{INCLUDES}", path, above)
+    return _with_includes(values, INCLUDES, path, above)
 
 
-def _with_includes(
-    values: dict[str, Any], key: str, path: Path, environ: Mapping[str, str], above: tuple[Path, ...]
-) -> dict[str, Any]:
+def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """The contents of the files that `values` includes, overridden by `values` itself."""
     if INCLUDES not in values:
         return values
@@ -122,7 +120,7 @@ def _with_includes(
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: {key} is {names!r}, but should be a list of files")
-    parts = [_read(path.parent / name, environ, (*above, path)) for name in names]
+    parts = [_read(path.parent / name, (*above, path)) for name in names]
     try:
         merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, own]))
     except OmegaConfBaseException as error:

@@ -163,11 +163,10 @@ class LoadBalancer:
 
     def _by_cache_usage(self) -> int:
         usages = self._ask("get_cache_usage")
-        known = [usage for usage in usages if usage is not None]
-        if len(known) < len(usages):
+        if None in usages:
             raise ValueError(f"engine {usages.index(None)} has not reported its KV-cache use")
-        least = min(known)
-        tied = [i for i, usage in enumerate(known) if usage - least < 1e-6]
+        least = min(usages)
+        tied = [i for i, usage in enumerate(usages) if usage - least < 1e-6]
         if len(tied) == 1:
             return tied[0]
         counts = self._counts()

@@ -39,10 +39,7 @@ def hide_instructions(plain: bool) -> dict[str, Any]:
     capabilities = dict(torch.cpu.get_capabilities())
     replacements: dict[str, Any] = {"_is_amx_tile_supported": _no, "_is_amx_fp16_supported": _no}
     if plain:
-        replacements |= {
-            "_is_avx512_bf16_supported": _no,
-            "get_capabilities": lambda: capabilities | {"bf16": False},
-        }
+        replacements |= {"_is_avx512_bf16_supported": _no, "get_capabilities": lambda: capabilities | {"bf16": False}}
     replaced = {name: getattr(torch.cpu, name) for name in replacements}
     vars(torch.cpu).update(replacements)
     return replaced

@@ -167,7 +167,14 @@ class Engine:
         `AsyncLLM.generate`. Raises EngineStateError unless awake with the weights of `policy_version`.
         """
         self.state.check_can_generate(policy_version)
-        return await self._final_output(prompt, params, growing, **options)
+        final = None
+        async for output in self.submit(prompt, params, f"hotbunk-{next(self._request_numbers)}", **options):
+            final = output
+            if growing is not None:
+                growing(list(output.outputs[0].token_ids))
+        if final is None:
+            raise RuntimeError("vLLM ended a request without an output")
+        return final
 
     async def request_in_slices(
         self,
@@ -221,22 +228,6 @@ class Engine:
             length = len(output.prompt_token_ids or []) + len(completion.token_ids)
             completion.routed_experts = rows[: length - 1]  # the engine may have computed more than it returns
 
-    async def _final_output(
-        self,
-        prompt: dict[str, Any],
-        params: "SamplingParams",
-        growing: Callable[[list[int]], None] | None = None,
-        **options: Any,
-    ) -> "RequestOutput":
-        final = None
-        async for output in self.submit(prompt, params, f"hotbunk-{next(self._request_numbers)}", **options):
-            final = output
-            if growing is not None:
-                growing(list(output.outputs[0].token_ids))
-        if final is None:
-            raise RuntimeError("vLLM ended a request without an output")
-        return final
-
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]` given those before it."""
         from vllm import SamplingParams
@@ -245,11 +236,12 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        final = await self._final_output({"prompt_token_ids": token_ids}, params)
-        if final.prompt_logprobs is None:
+        found, name = None, f"hotbunk-{next(self._request_numbers)}"
+        async for output in self.submit({"prompt_token_ids": token_ids}, params, name):
+            found = output.prompt_logprobs
+        if found is None:
             raise RuntimeError("vLLM gave no prompt log-probabilities")
-        positions = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
-        return [position[token].logprob for position, token in positions]
+        return [position[token].logprob for position, token in zip(found[1:], token_ids[1:], strict=True)]
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
         """The same of each engine, where this stands for several."""

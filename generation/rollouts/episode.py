@@ -43,6 +43,7 @@ class SamplingError(RuntimeError):
     """One request ended without an answer."""
 
 
+@dataclass(eq=False, repr=False)
 class PolicyLLM:
     """One episode's handle on the policy. A rollout function gets one of its own, so it shares nothing by accident.
 
@@ -52,38 +53,30 @@ class PolicyLLM:
         messages: the messages it was rendered from; None where the prompt is plain text or ids.
         images, image_spans: of the row's prompt; see `Trajectory`.
         image_rules: how the run treats images; None: it has none.
-        calls: the number of requests so far; the next one's seed depends on it.
+        room: the places of episodes in the engine, one of which this one has; None: there are as many as it takes.
         turnstile: the episode's way through the gate where answers grow slice by slice; None: they are not cut.
+        unfinished: the answer that the first one goes on from, if there is one.
+        calls: the number of requests so far; the next one's seed depends on it.
         sampled: its answers so far; noted with a turnstile, and where the engine tells routes.
         fatal: the error of the engine itself, if there was one: it ends the rollout whatever the function does with it.
     """
 
-    def __init__(
-        self,
-        engine: "Engine",
-        tokenizer: "PreTrainedTokenizerBase",
-        settings: RolloutSettings,
-        prompt_index: int,
-        sample_index: int,
-        prompt_ids: Sequence[int],
-        messages: list[dict[str, Any]] | None = None,
-        room: asyncio.Semaphore | None = None,
-        turnstile: Turnstile | None = None,
-        unfinished: Unfinished | None = None,
-        images: tuple[Image, ...] = (),
-        image_spans: Spans = (),
-        image_rules: ImageRules | None = None,
-    ) -> None:
-        """The first answer goes on from `unfinished`, if given."""
-        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.prompt_index, self.sample_index = prompt_index, sample_index
-        self.prompt_ids, self.messages = list(prompt_ids), messages
-        self.images, self.image_spans, self.image_rules = images, image_spans, image_rules
-        self.calls = 0
-        self.fatal: Exception | None = None
-        self.turnstile = turnstile
-        self.sampled: list[Generation] = []
-        self._room, self._unfinished = room, unfinished
+    engine: "Engine"
+    tokenizer: "PreTrainedTokenizerBase"
+    settings: RolloutSettings
+    prompt_index: int
+    sample_index: int
+    prompt_ids: list[int]
+    messages: list[dict[str, Any]] | None = None
+    room: asyncio.Semaphore | None = None
+    turnstile: Turnstile | None = None
+    unfinished: Unfinished | None = None
+    images: tuple[Image, ...] = ()
+    image_spans: Spans = ()
+    image_rules: ImageRules | None = None
+    calls: int = 0
+    sampled: list[Generation] = field(default_factory=list)
+    fatal: Exception | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -106,16 +99,20 @@ class PolicyLLM:
         settings = self.settings
         seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)
         self.calls += 1
-        place: dict[str, Any] = {"seed": seed, "policy_version": settings.policy_version}
-        if self.turnstile is not None:
-            place |= {"turnstile": self.turnstile, "unfinished": self._unfinished}
-            self._unfinished = None
+        unfinished, self.unfinished = self.unfinished, None
         try:
             if images is None:
                 images, image_spans = self._own_images(prompt_ids)
-            if images:
-                place |= {"images": images, "image_spans": image_spans}
-            generation = await self.engine.complete(list(prompt_ids), sampling, **place)
+            generation = await self.engine.complete(
+                list(prompt_ids),
+                sampling,
+                seed=seed,
+                policy_version=settings.policy_version,
+                turnstile=self.turnstile,
+                unfinished=unfinished,
+                images=images,
+                image_spans=image_spans,
+            )
         except asyncio.CancelledError:  # no matter of vLLM's, whose errors need its import
             raise
         except ImageCountError as error:  # of the model's files: no other episode would fare better
@@ -149,14 +146,14 @@ class PolicyLLM:
         answers grow slice by slice, this one is waited for.
         """
         with self.turnstile.away() if self.turnstile is not None else nullcontext():
-            if self._room is None:
+            if self.room is None:
                 yield
                 return
-            self._room.release()
+            self.room.release()
             try:
                 yield
             finally:
-                await self._room.acquire()
+                await self.room.acquire()
 
     def conversation(self, prompt_ids: Sequence[int] | None = None) -> "Conversation":
         """An empty conversation that begins with the row's prompt, or with other ids."""

@@ -96,7 +96,8 @@ async def rollout(
             tokenizer = cast("PreTrainedTokenizerBase", setup.tokenizer)
             seen = setup.seen(prompt)
             for sample in range(settings.group_size):
-                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, prompts[prompt], messages, room, **seen)
+                ids = list(prompts[prompt])
+                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, ids, messages, room, **seen)
                 begun[prompt, sample] = llm
                 group.create_task(one(llm)).add_done_callback(lambda _: share.release())
                 await room.acquire()
@@ -269,7 +270,7 @@ class CarriedEpisodes:
             beginning.settings,
             beginning.prompt_index,
             sample,
-            beginning.prompt_ids,
+            list(beginning.prompt_ids),
             beginning.messages,
             self._room,
             turnstile=turnstile,

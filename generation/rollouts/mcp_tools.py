@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.client_process import Copier
 from generation.rollouts.episode import PolicyLLM, RolloutFunction
-from generation.rollouts.tools import Tool, ToolCall, ToolError, without_titles
+from generation.rollouts.tools import Tool, tool_schema
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
             cursor = None
             for _ in range(_MOST_PAGES):
                 page = await client.list_tools(cursor=cursor)
-                tools += [_described(tool) for tool in page.tools]
+                tools += [tool_schema(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
                 if (cursor := page.next_cursor) is None:
                     break
         if cursor is not None or len(tools) > _MOST_TOOLS:
@@ -119,15 +119,6 @@ def _first(error: BaseException) -> str:
     return (
         detail if type(error) is ValueError else f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     )
-
-
-def _described(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": without_titles(tool.input_schema),
-    }
-    return {"type": "function", "function": function}
 
 
 def _client(server: McpServer, errors: IO[bytes]) -> "Client":
@@ -172,18 +163,10 @@ def _one_line(record: logging.LogRecord) -> bool:
     return first
 
 
-class _Anything(BaseModel):
-    """The server checks arguments itself."""
-
-
 class McpTool(Tool):
     """A tool whose server checks the arguments."""
 
-    def arguments(self, call: ToolCall) -> dict[str, Any]:
-        """The call's arguments by name. Raises ToolError for positional ones beyond the last."""
-        if len(call.positional) > len(self.parameters):
-            raise ToolError("arguments", f"{self.name} takes {len(self.parameters)} arguments")
-        return dict(zip(self.parameters, call.positional, strict=False)) | call.arguments
+    arguments = Tool.named
 
 
 class _Session:
@@ -252,7 +235,7 @@ class McpTools:
         async def function(**arguments: Any) -> str:
             return await (await self._session(server)).call(name, arguments)
 
-        return McpTool(name, function, schema, tuple(parameters), _Anything)
+        return McpTool(name, function, schema, tuple(parameters), BaseModel)
 
     async def _session(self, server: McpServer) -> _Session:
         """This trajectory's, or the shared one; another one in place of one that has ended."""

@@ -128,20 +128,18 @@ class Request:
         return self.seen.ids
 
 
+@dataclass(frozen=True)
 class Prompts:
-    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text."""
+    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text.
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        settings: RolloutSettings,
-        batch: Sequence[PromptText],
-        history: History,
-        rules: ImageRules | None = None,
-    ) -> None:
-        """`rules`: how images are treated; None: prompts have none."""
-        self._rules = rules
-        self._tokenizer, self._settings, self._batch, self._history = tokenizer, settings, list(batch), history
+    `rules`: how images are treated; None: prompts have none.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    settings: RolloutSettings
+    batch: Sequence[PromptText]
+    history: History
+    rules: ImageRules | None = None
 
     def requests(self, prompts: Any) -> list[Request]:
         """Of a prompt or several: texts, lists of ids, or dictionaries with `prompt_token_ids` or `prompt`, and
@@ -156,7 +154,7 @@ class Prompts:
         if not messages:
             raise ValueError("llm.chat needs messages: a conversation, or a list of them")
         chats = [messages] if isinstance(messages[0], Mapping) else messages
-        kwargs = {"add_generation_prompt": True} | self._settings.chat_template_kwargs | dict(template_kwargs)
+        kwargs = {"add_generation_prompt": True} | self.settings.chat_template_kwargs | dict(template_kwargs)
         return [
             self._chat_request([dict(m) for m in chat], i, self._place(i, len(chats)), tools, kwargs)
             for i, chat in enumerate(chats)
@@ -173,14 +171,14 @@ class Prompts:
             return self._checked(Request(self._then(_seen(prompt), "", images), prompt, position, prompt.place))
         if not isinstance(prompt, str):
             prompt = [int(token) for token in prompt]
-        parent = self._history.before(prompt, position)
+        parent = self.history.before(prompt, position)
         place = parent.place if parent else place
         if not isinstance(prompt, str):
             seen = self._of_ids(prompt, parent, images)
-            return self._checked(Request(seen, self._tokenizer.decode(prompt), position, place, parent))
+            return self._checked(Request(seen, self.tokenizer.decode(prompt), position, place, parent))
         if parent:
             seen = self._then(_seen(parent), prompt[len(parent.prompt_text + parent.text) :], images, parent)
-        elif start := max((p for p in self._batch if prompt.startswith(p)), key=len, default=None):
+        elif start := max((p for p in self.batch if prompt.startswith(p)), key=len, default=None):
             seen = self._then(_seen(start), prompt[len(start) :], images)
         else:
             seen = self._then(Seen([]), prompt, images, special=True)
@@ -191,18 +189,18 @@ class Prompts:
     ) -> Request:
         """Of a conversation; only the messages after the last known answer are rendered."""
         images: tuple[Image, ...] = ()
-        if self._rules is not None:
+        if self.rules is not None:
             plain, sources = split_images(messages)
             images = self._read(sources)
             messages = _with_images(plain, images)
         plain = [template_message(message) for message in messages]
-        if (known := self._history.known_prefix(messages, position)) and (parent := known.answer):
+        if (known := self.history.known_prefix(messages, position)) and (parent := known.answer):
             text = following(self._rendered([*BEFORE, *plain[known.messages :]], **kwargs))
             seen = self._then(_seen(parent), text, images, parent)
-            text = self._tokenizer.decode(seen.ids)
+            text = self.tokenizer.decode(seen.ids)
             return self._checked(Request(seen, text, position, parent.place, parent, messages))
         # A conversation that is no more than one of the batch's own prompts has that prompt's ids.
-        same = [] if tools is not None else [prompt for prompt in self._batch if prompt.messages == messages]
+        same = [] if tools is not None else [prompt for prompt in self.batch if prompt.messages == messages]
         if same:
             own = next((prompt for prompt in same if prompt.place == place), same[0])
             return Request(_seen(own), own, position, place, messages=messages)
@@ -210,23 +208,18 @@ class Prompts:
         return self._checked(Request(self._then(Seen([]), text, images), text, position, place, messages=messages))
 
     def _rendered(self, messages: Messages, **kwargs: Any) -> str:
-        if self._rules is not None:
-            return self._rules.processor.render(messages, **kwargs)
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+        if self.rules is not None:
+            return self.rules.processor.render(messages, **kwargs)
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def _read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
-        if sources and self._rules is None:
+        if sources and self.rules is None:
             raise ValueError("a prompt has images, but the run has none: set data.max_images")
         with subject("a prompt"):
-            return self._rules.read(sources) if self._rules is not None else ()
+            return self.rules.read(sources) if self.rules is not None else ()
 
     def _then(
-        self,
-        start: Seen,
-        text: str,
-        images: tuple[Image, ...],
-        parent: Generation | None = None,
-        special: bool = False,
+        self, start: Seen, text: str, images: tuple[Image, ...], parent: Generation | None = None, special: bool = False
     ) -> Seen:
         """What text stands for behind `start`, the end of which it may repeat where that is an answer, `parent`.
 
@@ -235,44 +228,43 @@ class Prompts:
         """
         spans: Spans = ()
         if later := _further(start, images):
-            assert self._rules is not None
+            assert self.rules is not None
             with subject("a prompt"):
-                added, spans = self._rules.processor.expand(text, later, special=special)
+                added, spans = self.rules.processor.expand(text, later, special=special)
         else:
-            added = list(self._tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
-        ends = {self._tokenizer.eos_token_id, *self._settings.sampling.stop_token_ids}
+            added = list(self.tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
+        ends = {self.tokenizer.eos_token_id, *self.settings.sampling.stop_token_ids}
         kept = added if parent is None else without_second_end(parent.ids[-1], added, ends)
         cut = len(added) - len(kept)
         return start.followed_by(kept, later, tuple((begin - cut, length) for begin, length in spans))
 
     def _of_ids(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> Seen:
         """Ids in which each image has as many tokens as it takes."""
-        if self._rules is None:
+        if self.rules is None:
             return Seen(ids)
-        begins = (p for p in self._batch if ids[: len(p.token_ids)] == p.token_ids)
+        begins = (p for p in self.batch if ids[: len(p.token_ids)] == p.token_ids)
         known = parent or next(begins, None)
         start = _seen(known) if known is not None else Seen([])
         added, later = ids[len(start.ids) :], _further(start, images)
         with subject("a prompt"):
-            return start.followed_by(added, later, self._rules.processor.spans(added, later))
+            return start.followed_by(added, later, self.rules.processor.spans(added, later))
 
     def _checked(self, request: Request) -> Request:
         """The request. Raises ValueError where its images, but for those of the row, are too large together."""
-        if self._rules is not None:
-            own = (image for prompt in self._batch if prompt.place == request.place for image in prompt.images)
+        if self.rules is not None:
+            own = (image for prompt in self.batch if prompt.place == request.place for image in prompt.images)
             with subject("a prompt"):
-                self._rules.check_bytes(request.seen.images, {image.digest for image in own})
+                self.rules.check_bytes(request.seen.images, {image.digest for image in own})
         return request
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
         """The place that decides the seed of a prompt that is not one of the batch's: the batch's at its position."""
-        return self._batch[position].place if width == len(self._batch) else (-1 - position, 0)
+        return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
 
 def _seen(known: PromptText | Generation) -> Seen:
-    if isinstance(known, PromptText):
-        return Seen(known.token_ids, known.images, known.image_spans)
-    return Seen(known.ids, known.images, known.image_spans)
+    ids = known.token_ids if isinstance(known, PromptText) else known.ids
+    return Seen(ids, known.images, known.image_spans)
 
 
 def _further(start: Seen, images: tuple[Image, ...]) -> tuple[Image, ...]:

@@ -140,13 +140,16 @@ class Tool:
     parameters: tuple[str, ...]
     model: type[BaseModel]
 
-    def arguments(self, call: ToolCall) -> dict[str, Any]:
-        """The call's arguments by name, converted to the function's types. Raises ToolError."""
+    def named(self, call: ToolCall) -> dict[str, Any]:
+        """The call's arguments by name. Raises ToolError for positional ones beyond the last."""
         if len(call.positional) > len(self.parameters):
             raise ToolError("arguments", f"{self.name} takes {len(self.parameters)} arguments")
-        given = dict(zip(self.parameters, call.positional, strict=False)) | call.arguments
+        return dict(zip(self.parameters, call.positional, strict=False)) | call.arguments
+
+    def arguments(self, call: ToolCall) -> dict[str, Any]:
+        """The call's arguments by name, converted to the function's types. Raises ToolError."""
         try:
-            checked = self.model.model_validate(given)
+            checked = self.model.model_validate(self.named(call))
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ToolError("arguments", f"{self.name}: {'; '.join(problems)}") from error
@@ -174,12 +177,18 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
             checked = Field(default, alias=parameter.name, description=about.get(parameter.name))
             fields[f"arg{index}"] = (hints.get(parameter.name, Any), checked)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        schema = without_titles(model.model_json_schema())
+        schema = model.model_json_schema()
     except (PydanticUserError, NameError) as error:
         raise ValueError(f"tool {name!r} has a type hint that no schema can be made of: {error}") from error
     schema.pop("additionalProperties", None)
-    described = {"name": name, "description": description, "parameters": schema}
-    return Tool(name, function, {"type": "function", "function": described}, tuple(p.name for p in parameters), model)
+    described = tool_schema(name, description, schema)
+    return Tool(name, function, described, tuple(p.name for p in parameters), model)
+
+
+def tool_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool in the form of OpenAI's API."""
+    function = {"name": name, "description": description, "parameters": without_titles(parameters)}
+    return {"type": "function", "function": function}
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

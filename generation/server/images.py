@@ -100,7 +100,7 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Exec
     with _of_the_request():
         if len(places) > rules.most:
             raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
-        given = (_source(parts[index]) for parts, index in places)
+        given = (parts[index].get("image_url") for parts, index in places)
         sources = [await _local(source, number, rules) for number, source in enumerate(given, start=1)]
         images = await asyncio.get_running_loop().run_in_executor(decoder, rules.read, sources)
         if (call := CURRENT.get()) is not None:  # no question about the ids alone
@@ -114,13 +114,9 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and (part.get("type") in ("image_url", "input_image") or "image_url" in part)
 
 
-def _source(part: Mapping[str, Any]) -> Any:
-    found = part.get("image_url")
-    return found.get("url") if isinstance(found, Mapping) else found
-
-
 async def _local(source: Any, number: int, rules: ImageRules) -> Any:
     """A data URL, or the bytes that were fetched. Anything else would be a file of this machine."""
+    source = source.get("url") if isinstance(source, Mapping) else source
     if not isinstance(source, str) or not source.startswith(("data:", "http://", "https://")):
         raise ValueError(f"has an image ({number}) without a data URL: send data:image/…;base64")
     if source.startswith("data:"):

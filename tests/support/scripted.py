@@ -69,7 +69,7 @@ class ScriptedEngine:
         self._answers = answers
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int
+        self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int, **_: Any
     ) -> Generation:
         assert len(prompt_ids) < self.settings.max_model_len
         self.prompts.append(prompt_ids)
@@ -89,7 +89,7 @@ def settings(group: int = 1, max_tokens: int = 1000) -> RolloutSettings:
 
 def handle(engine: ScriptedEngine, tokenizer: Any, prompt_ids: Sequence[int] = (5, 6), **fields: Any) -> PolicyLLM:
     """One trajectory's handle."""
-    return PolicyLLM(engine, tokenizer, settings(), 0, 0, prompt_ids, **fields)  # type: ignore[arg-type]
+    return PolicyLLM(engine, tokenizer, settings(), 0, 0, list(prompt_ids), **fields)  # type: ignore[arg-type]
 
 
 def run(

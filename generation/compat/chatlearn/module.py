@@ -230,9 +230,19 @@ class VLLMModule:
         return self.decode_internal(self._outputs(data, iteration, is_eval))
 
     def _outputs(self, data: Any, iteration: int, is_eval: bool) -> "list[RequestOutput]":
-        batch = self._prepare(data, iteration, is_eval)
+        """Those for a batch, a mapping of lists or the rows of a dataset."""
+        if not isinstance(data, Mapping):
+            data = {key: [row[key] for row in data] for key in data[0]} if data else {}
+        batch, self._queue, self._eval_mode = ScheduledData(data), [], is_eval
+        if self._own is not None:
+            self._renew_llm(iteration)
+        if self.llm is None:
+            raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
+        if not batch:
+            return []
+        self._hand_over(batch)
         forward = self.eval_forward if is_eval else self.forward_step
-        return forward(batch, iteration=iteration) if batch else []
+        return forward(batch, iteration=iteration)  # type: ignore[no-any-return]
 
     def __call__(self, llm: Any, prompts: Sequence[Any], sampling_params: "SamplingParams") -> "list[RequestOutput]":
         """As a sampler in training (level 5), on one output for each prompt: the trainer repeats those of a group.
@@ -290,20 +300,6 @@ class VLLMModule:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _prepare(self, data: Any, iteration: int, is_eval: bool) -> ScheduledData:
-        """The batch from a mapping of lists or the rows of a dataset, handed over."""
-        if not isinstance(data, Mapping):
-            data = {key: [row[key] for row in data] for key in data[0]} if data else {}
-        batch = ScheduledData(data)
-        self._queue, self._eval_mode = [], is_eval
-        if self._own is not None:
-            self._renew_llm(iteration)
-        if self.llm is None:
-            raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
-        if batch:
-            self._hand_over(batch)
-        return batch
 
     @property
     def _answers(self) -> int:

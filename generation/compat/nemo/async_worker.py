@@ -17,13 +17,7 @@ from generation.compat.nemo.batch import (
     text_output,
     text_rows,
 )
-from generation.compat.nemo.config import (
-    VllmConfig,
-    counted_gpus,
-    engine_settings,
-    pad_token_id,
-    sampling_settings,
-)
+from generation.compat.nemo.config import VllmConfig, counted_gpus, engine_settings, pad_token_id, sampling_settings
 from generation.engine.engine import Engine
 from generation.engine.lifecycle import Memory
 from generation.engine.sampling import SamplingSettings, sample_seed

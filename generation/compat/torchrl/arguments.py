@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,13 +32,10 @@ def require_vllm() -> None:
 def start_timeout() -> float:
     """Seconds that a service may take to start; ValueError unless the variable holds a positive number."""
     text = os.environ.get(TIMEOUT_VARIABLE, "300")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {text!r}")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds
+    raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {text!r}")
 
 
 def gpus_per_replica(engine_args: Any) -> int:

@@ -80,6 +80,7 @@ class DrawingEngine:
         policy_version: int,
         turnstile: Turnstile | None = None,
         unfinished: Unfinished | None = None,
+        **_: Any,
     ) -> Generation:
         whole = drawn(prompt_ids, unfinished.seed if unfinished else seed, sampling.max_tokens)
         reason = "stop" if whole[-1] == 1 else "length"
