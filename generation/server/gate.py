@@ -21,18 +21,8 @@ from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix
 from generation.images import ImageRules
 from generation.loopback import foreign_host
-from generation.server.bodies import (
-    Answer,
-    Body,
-    Limits,
-    as_json,
-    error_response,
-    exact_prompt,
-    parse_body,
-    prefix_request,
-    readable_messages,
-    take_prefix,
-)
+from generation.server import bodies
+from generation.server.bodies import Answer, Body, Limits
 from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
 from generation.server.dialects import MESSAGES, RESPONSES
 from generation.server.figures import exposition
@@ -133,7 +123,7 @@ class Gate:
             else:
                 await self.app(request.scope, receive, counted)
         except Refused as refused:
-            await error_response(refused.status, str(refused))(scope, receive, counted)
+            await bodies.error_response(refused.status, str(refused))(scope, receive, counted)
         except ClientDisconnect:
             return
 
@@ -184,7 +174,7 @@ class Gate:
         if generates := path in ANSWERING:
             call = self._call(request)
             check_ready(self.worker, call)
-        body = parse_body(await self._read(request))
+        body = bodies.parse_body(await self._read(request))
         self.limits.check_sizes(body)
         if generates and (named := body.pop(REQUESTED, None)) is not None:
             try:
@@ -195,7 +185,7 @@ class Gate:
         call.open_ended = all(body.get(name) is None for name in lengths)
         kept = (call.conversation or self.conversations).responses
         previous = body.get("previous_response_id") if path == RESPONSES else None
-        items = kept.whole_input(body) if path == RESPONSES else readable_messages(body)
+        items = kept.whole_input(body) if path == RESPONSES else bodies.readable_messages(body)
         if call.conversation is not None and path in (CHAT, RESPONSES):
             call.turns = call.conversation.with_silence(items)
             if len(call.turns) > len(items):
@@ -207,7 +197,7 @@ class Gate:
         if path in (RESPONSES, MESSAGES):
             call.find_exact = partial(self._exact, call=call)
         if path in (CHAT, TOKENIZE):
-            call.messages = readable_messages(body)
+            call.messages = bodies.readable_messages(body)
             call.exact = await self._exact(body, call)
         if path == TOKENIZE and call.exact is not None:
             await self._tokenize(request, send, call.exact, body)
@@ -254,7 +244,7 @@ class Gate:
     async def _exact(self, body: Body, call: Call) -> KnownPrefix | None:
         """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
         wanted = body.get("required_prefix_token_ids")
-        given = take_prefix(body, self.limits.vocabulary)
+        given = bodies.take_prefix(body, self.limits.vocabulary)
         if not self.settings.keep_exact_ids:
             if wanted:
                 raise Refused(400, "required_prefix_token_ids is set, but this server does not keep exact ids")
@@ -262,7 +252,7 @@ class Gate:
         known = None
         if call.conversation is not None and not body.get("continue_final_message"):
             with suppress(*STUMBLES):  # over messages that are none, which vLLM will say
-                known = call.conversation.history.known_prefix(readable_messages(body))
+                known = call.conversation.history.known_prefix(bodies.readable_messages(body))
         # The conversation's own are known to belong; ids from the client have to prove it.
         if known is None or (given is not None and given.messages > known.messages):
             known = given
@@ -270,7 +260,7 @@ class Gate:
             return None
         if body.get("continue_final_message"):
             raise Refused(400, "exact ids cannot be kept with continue_final_message: the last answer has no end")
-        status, answer = await self._ask(TOKENIZE, prefix_request(body, known.messages))
+        status, answer = await self._ask(TOKENIZE, bodies.prefix_request(body, known.messages))
         if status != 200:
             raise Refused(status, answer["error"]["message"])
         return replace(known, rendered=answer["tokens"])
@@ -279,11 +269,11 @@ class Gate:
         """As vLLM's, with exact ids."""
         status, answer = await self._ask(TOKENIZE, body)
         if status == 200:
-            ids = exact_prompt(exact, self.tokenizer, answer["tokens"], self.settings.eos_token_ids)
+            ids = bodies.exact_prompt(exact, self.tokenizer, answer["tokens"], self.settings.eos_token_ids)
             answer |= {"tokens": ids, "count": len(ids)}
             if answer.get("token_strs"):
                 answer["token_strs"] = self.tokenizer.convert_ids_to_tokens(ids)
-        await as_json(status, answer)(request.scope, request.receive, send)
+        await bodies.as_json(status, answer)(request.scope, request.receive, send)
 
     async def _own(self, request: Request) -> Response:
         """Figures, or one of the models there are, which vLLM only lists."""
@@ -295,7 +285,7 @@ class Gate:
         _, listed = await self._ask(MODELS)
         for model in listed["data"]:
             if model["id"] == name:
-                return as_json(200, model)
+                return bodies.as_json(200, model)
         raise Refused(404, f"there is no model {name[:80]!r} here; there is {listed['data'][0]['id']}")
 
     async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:

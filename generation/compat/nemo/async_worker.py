@@ -7,16 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from generation.compat.nemo.batch import (
-    BatchedDataDict,
-    Prompts,
-    Responses,
-    Row,
-    rows_of,
-    sequence_output,
-    text_output,
-    text_rows,
-)
+from generation.compat.nemo import batch
+from generation.compat.nemo.batch import BatchedDataDict, Prompts, Responses, Row
 from generation.compat.nemo.config import VllmConfig, counted_gpus, engine_settings, pad_token_id, sampling_settings
 from generation.engine.engine import Engine
 from generation.engine.lifecycle import Memory
@@ -103,11 +95,11 @@ class VllmAsyncGenerationWorker(Engine):
         Raises ValueError for a batch that is not right-padded, or lacks something, and EngineStateError unless awake,
         with weights.
         """
-        rows, call = rows_of(data, self.pad_token_id), next(self._calls)
+        rows, call = batch.rows_of(data, self.pad_token_id), next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer(row, greedy, call) for row in rows)) as answers:
             async for place, completion in answers:
-                yield place, sequence_output(data, rows[place], completion, self.pad_token_id)
+                yield place, batch.sequence_output(data, rows[place], completion, self.pad_token_id)
 
     async def generate_text_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
@@ -115,11 +107,11 @@ class VllmAsyncGenerationWorker(Engine):
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
         `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
         """
-        rows, call = text_rows(data, not self.settings.extra.get("skip_tokenizer_init")), next(self._calls)
+        rows, call = batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init")), next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
             async for place, answer in answers:
-                yield place, text_output([answer])
+                yield place, batch.text_output([answer])
 
     async def report_device_id_async(self) -> list[str]:
         """The device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU. Workers without an extension

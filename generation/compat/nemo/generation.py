@@ -9,19 +9,9 @@ from contextlib import ExitStack, aclosing
 from typing import Any, Self, TypeVar
 
 from generation.compat.load_balancer import EngineLoad, LoadBalancer
+from generation.compat.nemo import batch
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
-from generation.compat.nemo.batch import (
-    BatchedDataDict,
-    GenerationInterface,
-    Prompts,
-    Responses,
-    Row,
-    padded_output,
-    rows_of,
-    sequence_output,
-    text_output,
-    text_rows,
-)
+from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, Prompts, Responses, Row
 from generation.compat.nemo.config import (
     VllmConfig,
     check_config,
@@ -75,13 +65,13 @@ class _Batches:
         A sample that fails has its error in `errors`, and does not affect the others. Raises ValueError for a batch
         that is not right-padded, or lacks something, and EngineStateError where an engine is asleep, or has no weights.
         """
-        _, futures = self._begin("answer", rows_of(data, self._pad), greedy)
-        return padded_output(data, collected(futures, self.timeout), self._pad)
+        _, futures = self._begin("answer", batch.rows_of(data, self._pad), greedy)
+        return batch.padded_output(data, collected(futures, self.timeout), self._pad)
 
     def generate_text(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
-        _, futures = self._begin("answer_text", text_rows(data, has_tokenizer(self.config)), greedy)
-        return text_output(collected(futures, self.timeout))
+        _, futures = self._begin("answer_text", batch.text_rows(data, has_tokenizer(self.config)), greedy)
+        return batch.text_output(collected(futures, self.timeout))
 
 
 class VllmGenerationWorker(_Batches, EngineLoad):
@@ -245,11 +235,11 @@ class VllmGeneration(_Batches, GenerationInterface):
 
         `gen_leader_worker_idx` in an output is the number of the engine that it came from.
         """
-        rows = rows_of(data, self._pad)
+        rows = batch.rows_of(data, self._pad)
         engines, futures = self._begin("answer", rows, greedy)
         async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
             async for place, completion in answers:
-                output = sequence_output(data, rows[place], completion, self._pad)
+                output = batch.sequence_output(data, rows[place], completion, self._pad)
                 output["gen_leader_worker_idx"] = [engines[place]]
                 yield place, output
 
@@ -257,10 +247,10 @@ class VllmGeneration(_Batches, GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready."""
-        _, futures = self._begin("answer_text", text_rows(data, has_tokenizer(self.config)), greedy)
+        _, futures = self._begin("answer_text", batch.text_rows(data, has_tokenizer(self.config)), greedy)
         async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
             async for place, answer in answers:
-                yield place, text_output([answer])
+                yield place, batch.text_output([answer])
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Wake colocated engines: all memory, or `["weights"]` before an update and `["kv_cache"]` after it."""

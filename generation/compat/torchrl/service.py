@@ -15,20 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from generation.compat.load_balancer import LoadBalancer
-from generation.compat.torchrl.arguments import (
-    answer_or_error,
-    answers,
-    as_settings,
-    gpus_per_replica,
-    of_replicas,
-    prompt_dictionaries,
-    require_vllm,
-    resolve,
-    results_of,
-    sampling_for_each,
-    start_timeout,
-    wait_until_started,
-)
+from generation.compat.torchrl import arguments
 from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, ServiceEngine, gpu_count
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
 from generation.engine.replicas import Actor, actor_of, join_once
@@ -82,12 +69,12 @@ class AsyncVLLM(WeightUpdates):
             carriers: the package that carries weights, by default `sharding`.
         """
         super().__init__(carriers)
-        require_vllm()
+        arguments.require_vllm()
         if num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
         if actor_class is not None and backend == "local":
             raise ValueError("actor_class is for Ray's actors: leave it out, or set backend to ray")
-        settings = as_settings(engine_args)
+        settings = arguments.as_settings(engine_args)
         if enable_prefix_caching is not None:
             settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
         settings = replace(settings, worker_extension=settings.worker_extension or self._carriers.WORKER_EXTENSION)
@@ -171,14 +158,14 @@ class AsyncVLLM(WeightUpdates):
             return
         if not self._owner:
             raise RuntimeError("this copy of a service has let go of its engines: take another from the owner")
-        timeout = start_timeout()
+        timeout = arguments.start_timeout()
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
         try:
             if self.backend == "ray":
-                self._leave_cluster = join_once(self.num_replicas * gpus_per_replica(self.settings))
+                self._leave_cluster = join_once(self.num_replicas * arguments.gpus_per_replica(self.settings))
             gpus = gpu_count(self.backend)
-            each = of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+            each = arguments.of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
             self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
             if gpus and len(self._taken) == gpus:
                 log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
@@ -191,7 +178,7 @@ class AsyncVLLM(WeightUpdates):
                     actor = actor_of(kind, settings, cpus=1, gpus=gpus_here, name=name, namespace="hotbunk")
                     self.actors.append(RayReplica(Actor(actor), self._thread, name))
             starts += [replica.launch() for replica in self.actors]
-            wait_until_started(starts, timeout)
+            arguments.wait_until_started(starts, timeout)
         except BaseException:
             for unfinished in starts:
                 unfinished.cancel()
@@ -255,8 +242,8 @@ class AsyncVLLM(WeightUpdates):
                 raise ValueError(f"{name}: {_GONE[name]}")
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-        listed, single = prompt_dictionaries(prompts, prompt_token_ids)
-        each = sampling_for_each(sampling_params, len(listed))
+        listed, single = arguments.prompt_dictionaries(prompts, prompt_token_ids)
+        each = arguments.sampling_for_each(sampling_params, len(listed))
         futures: list[Future[RequestOutput]] = []
         try:
             for prompt, params in zip(listed, each, strict=True):
@@ -267,17 +254,17 @@ class AsyncVLLM(WeightUpdates):
             for future in futures:
                 future.cancel()
             raise
-        results = [answer_or_error(future, place) for place, future in enumerate(futures)]
-        return answers(results, single, return_exceptions)
+        results = [arguments.answer_or_error(future, place) for place, future in enumerate(futures)]
+        return arguments.answers(results, single, return_exceptions)
 
     def submit(
         self, prompt: Any, sampling_params: "SamplingParams | None" = None, timeout_seconds: float | None = None
     ) -> "Future[RequestOutput]":
         """Start answering one prompt, in any form; cancelling the future drops the request in the engine."""
-        listed, single = prompt_dictionaries(prompt)
+        listed, single = arguments.prompt_dictionaries(prompt)
         if not single:
             raise ValueError("submit takes one prompt, not a list of them")
-        return self._submit(listed[0], sampling_for_each(sampling_params, 1)[0], None, timeout_seconds)
+        return self._submit(listed[0], arguments.sampling_for_each(sampling_params, 1)[0], None, timeout_seconds)
 
     def _submit(
         self,
@@ -364,7 +351,7 @@ class AsyncVLLM(WeightUpdates):
         TimeoutError where one did not answer in `timeout` seconds (without: the service's time to start).
         """
         calls = self._calls("submit", method, timeout, args, kwargs)
-        return results_of(calls, timeout or start_timeout(), f"the workers' {method}")
+        return arguments.results_of(calls, timeout or arguments.start_timeout(), f"the workers' {method}")
 
     def collective_rpc_futures(
         self,
@@ -374,7 +361,7 @@ class AsyncVLLM(WeightUpdates):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """As `collective_rpc`, without waiting: one future per engine, with Ray an ObjectRef."""
-        return self._calls("refer", method, timeout or start_timeout(), args, kwargs)
+        return self._calls("refer", method, timeout or arguments.start_timeout(), args, kwargs)
 
     def _calls(self, way: str, method: str, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
         self._require_launched("calling workers")
@@ -431,8 +418,8 @@ def make_async_vllm_engine(
         enable_fp32_output: compute logits in float32, whatever the weights' dtype.
         engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
     """
-    require_vllm()
+    arguments.require_vllm()
     if verbose:
         engine_args = {"disable_log_stats": False, "log_level": "INFO"} | engine_args
-    settings = resolve(model_name, num_devices, compile, enable_fp32_output, **engine_args)
+    settings = arguments.resolve(model_name, num_devices, compile, enable_fp32_output, **engine_args)
     return AsyncVLLM.launch(settings, num_replicas, backend=backend, carriers=carriers)
