@@ -56,23 +56,19 @@ class ActorEngine(Engine):
         await asyncio.to_thread(self.close)  # it stops a task of this loop, too
 
 
-def actor_of(kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any) -> Any:
-    """Ask Ray for an actor that makes a `kind` of `arguments`; its handle. `options` are Ray's own, such as a name.
+class Actor:
+    """An engine in a Ray actor, called by awaiting, or for ObjectRefs. `handle`: Ray's own.
 
     Its engine's workers are its children, and all their devices its one bundle, so that they are on one node, where Ray
     tells it which by CUDA_VISIBLE_DEVICES. The engine queues requests, not Ray. Ray is imported here, and not before.
     """
-    import ray
 
-    options |= {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 1 << 16}
-    return ray.remote(kind).options(**options).remote(*arguments)
+    def __init__(self, kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any) -> None:
+        """Ask Ray for an actor that makes a `kind` of `arguments`. `options` are Ray's own, such as a name."""
+        import ray
 
-
-class Actor:
-    """An engine in a Ray actor, called by awaiting, or for ObjectRefs. `handle`: Ray's own."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 1 << 16}
+        self.handle = ray.remote(kind).options(**options).remote(*arguments)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Start a method of the engine; what Ray calls the ObjectRef of its result."""
@@ -117,8 +113,7 @@ class Replica(Actor):
     def __init__(self, settings: EngineSettings, name: str) -> None:
         """Ask Ray for the actor and start its engine; on the loop that will use it."""
         workers = settings.tensor_parallel_size
-        gpus = workers if settings.device_indices else 0
-        super().__init__(actor_of(ActorEngine, settings, cpus=workers, gpus=gpus))
+        super().__init__(ActorEngine, settings, cpus=workers, gpus=workers if settings.device_indices else 0)
         self.name, self.requests = name, 0
         self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
         self.started = asyncio.ensure_future(self.call("start"))

@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from generation.engine.sampling import SamplingSettings, sample_seed
@@ -71,23 +72,22 @@ class LostKey(ValueError):
     """A client has sent requests without its trajectory's key; none of them was answered."""
 
 
+@dataclass(eq=False)
 class ClientRollout:
-    """A `RolloutFunction`: an episode is a call of a client, sync or async. The server it starts ends with `aclose`."""
+    """A `RolloutFunction`: an episode is a call of a client, sync or async. The server it starts ends with `aclose`.
 
-    def __init__(
-        self,
-        client: Client,
-        start_server: StartServer,
-        timeout_s: float = 600.0,
-        end_client: Callable[[], Coroutine[Any, Any, None]] | None = None,
-    ) -> None:
-        """`timeout_s` is how long one call of the client may take, parked time left out; `end_client` is called once,
-        where the client was. Raises ValueError if it cannot be called.
-        """
-        if not callable(client):
-            raise ValueError(f"a client is a function (base_url, api_key, model, row), not {client!r}")
-        self._client, self._start_server, self._timeout_s = client, start_server, timeout_s
-        self._end_client = end_client
+    `timeout_s` is how long one call of the client may take, parked time left out; `end_client` is called once, where
+    the client was. Raises ValueError if the client cannot be called.
+    """
+
+    client: Client
+    start_server: StartServer
+    timeout_s: float = 600.0
+    end_client: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.client):
+            raise ValueError(f"a client is a function (base_url, api_key, model, row), not {self.client!r}")
         self._running: tuple[CapturingServer, EngineThread] | None = None
         self._starting = asyncio.Lock()
 
@@ -110,7 +110,7 @@ class ClientRollout:
         )
         if llm.images:
             row = {**row, "images": [image.data_url() for image in llm.images]}
-        run = functools.partial(self._client, server.address(key), key, MODEL, row)
+        run = functools.partial(self.client, server.address(key), key, MODEL, row)
         try:
             given = await self._in_time(asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile)
         finally:
@@ -141,20 +141,20 @@ class ClientRollout:
         """The client's result. Raises what it raised, TimeoutError where it is late: seen here, as it may block its own
         loop.
         """
-        begun, left = time.monotonic(), self._timeout_s
+        begun, left = time.monotonic(), self.timeout_s
         try:
             while left > 0:
                 if (await asyncio.wait({running}, timeout=max(left, 0.1)))[0]:
                     return running.result()
                 parked_s = turnstile.parked_s if turnstile is not None else 0.0
-                left = self._timeout_s - (time.monotonic() - begun - parked_s)
-            raise TimeoutError(f"the client did not finish within {self._timeout_s:g} s")
+                left = self.timeout_s - (time.monotonic() - begun - parked_s)
+            raise TimeoutError(f"the client did not finish within {self.timeout_s:g} s")
         finally:
             running.cancel()
 
     async def _start(self, llm: PolicyLLM) -> tuple[CapturingServer, EngineThread]:
         own, eos = llm.settings.sampling, llm.tokenizer.eos_token_id
-        server = await self._start_server(
+        server = await self.start_server(
             llm.engine,
             model_name=MODEL,
             # Without one of the user's it is given to nobody: only keys of open trajectories are answered.
@@ -171,7 +171,7 @@ class ClientRollout:
         """Stop the server and the clients' thread; a client that still blocks ends with its connection."""
         if self._running is not None:
             (server, thread), self._running = self._running, None
-            if self._end_client is not None:
-                await asyncio.wrap_future(thread.submit(self._end_client()))
+            if self.end_client is not None:
+                await asyncio.wrap_future(thread.submit(self.end_client()))
             await asyncio.to_thread(thread.close)
             await server.stop()

@@ -15,8 +15,8 @@ from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.connections import bounded
-from generation.server.conversations import Conversation, Conversations, TooManyConversations
-from generation.server.gate import OF_VLLM, PLACES, Gate, ServerSettings
+from generation.server.conversations import Conversation, Conversations, ServerSettings, TooManyConversations
+from generation.server.gate import OF_VLLM, PLACES, Gate
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
 
@@ -140,12 +140,10 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     if worker.settings.extra.get("skip_tokenizer_init"):
         raise ValueError("an OpenAI server needs the engine's tokenizer: leave skip_tokenizer_init out")
     tokenizer = worker.llm.get_tokenizer()
-    conversations = Conversations(tokenizer, settings.eos_token_ids, settings.max_conversations)
+    conversations = Conversations(tokenizer, settings)
     config = worker.llm.model_config
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
-    images = settings.image_rules
-    engine = ServedEngine(worker, tokenizer, settings.eos_token_ids, limits, conversations, images)
-    app = await build_openai_app(engine, settings.model_name, settings.tool_parser, settings.reasoning_parser)
+    app = await build_openai_app(ServedEngine(worker, settings, limits, conversations), settings)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]
     app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
 

@@ -1,9 +1,9 @@
-"""Conversations that are being captured, by the keys that clients send, and the requests that belong to them."""
+"""A server's settings, the conversations that it captures, by the keys that clients send, and their requests."""
 
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,55 @@ from generation.engine.slices import Turnstile
 from generation.exact_ids import ChatHistory, Generation, KnownPrefix
 from generation.images import Image, ImageRules, Seen
 from generation.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of one server.
+
+    Attributes:
+        model_name: the name by which clients call the model.
+        host: the address to listen on; beyond loopback only if asked.
+        port: 0 takes a free one.
+        api_key: the bearer token that clients have to send; a key of an open trajectory will do, too. None lets
+            everybody in who reaches the address.
+        header_keys: whether a request may open a trajectory of its own, under the key in `x-hotbunk-trajectory`.
+        sampling: the training configuration. Requests that would be sampled otherwise are refused; None takes all.
+        eos_token_ids: ids that end an answer; by default the tokenizer's.
+        keep_exact_ids: whether prompts keep the ids of earlier answers; False leaves them to the chat template.
+        tool_parser: vLLM's name for the form of tool calls in the model's answers; None offers no tools.
+        reasoning_parser: vLLM's name for the form of thoughts, which are then told apart from the answer.
+        max_conversations: how many trajectories are captured at a time; those that requests open by header count apart
+            from those that the program opens, and cannot take their room.
+        max_choices: largest `n` of a request.
+        max_answers: how many answers a request may have over all its prompts.
+        max_body_bytes: largest request; with images as much more as those of a trajectory take in base64, twice.
+        body_timeout_s: how long a client may take to send its request's body.
+        image_rules: how images in chats are treated; None: there are none.
+    """
+
+    model_name: str = "policy"
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = None
+    header_keys: bool = False
+    sampling: SamplingSettings | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    keep_exact_ids: bool = True
+    tool_parser: str | None = "hermes"
+    reasoning_parser: str | None = None
+    max_conversations: int = 4096
+    max_choices: int = 128
+    max_answers: int = 1024
+    max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 60.0
+    image_rules: ImageRules | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a request."""
+        return self.max_body_bytes + (3 * self.image_rules.max_bytes if self.image_rules is not None else 0)
+
 
 STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
 """The errors that vLLM raises over requests that its own checks have missed."""
@@ -141,9 +190,9 @@ class Conversations(dict[str, Conversation]):
     `responses` those that belong to none.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], limit: int) -> None:
+    def __init__(self, tokenizer: Any, settings: ServerSettings) -> None:
         super().__init__()
-        self._tokenizer, self._ends, self._limit = tokenizer, tuple(eos_token_ids), limit
+        self._tokenizer, self._ends, self._limit = tokenizer, settings.eos_token_ids, settings.max_conversations
         self.places: dict[str, Conversation] = {}
         self.counts: Counter[str] = Counter()
         self.responses = Responses()

@@ -1,4 +1,4 @@
-"""A server's settings, and the gate before vLLM's application: who may ask, for what, when, and sampled how."""
+"""The gate before vLLM's application: who may ask, for what, when, and sampled how."""
 
 import asyncio
 import hmac
@@ -17,13 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from generation.engine.engine import Engine
 from generation.engine.logits import REQUESTED, requested
-from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix
-from generation.images import ImageRules
 from generation.loopback import foreign_host
 from generation.server import bodies
 from generation.server.bodies import Answer, Body, Limits
-from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused
+from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused, ServerSettings
 from generation.server.dialects import MESSAGES, RESPONSES
 from generation.server.figures import exposition
 from generation.server.served_engine import check_ready
@@ -36,54 +34,6 @@ OF_VLLM = (*ANSWERING, f"{MESSAGES}/count_tokens", TOKENIZE, DETOKENIZE, MODELS,
 SERVED = (*OF_VLLM, f"{MODELS}/MODEL", METRICS)
 PLACES = "/trajectories/"
 """Before the path of a request to one trajectory's own address, which names the trajectory beside its key."""
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of one server.
-
-    Attributes:
-        model_name: the name by which clients call the model.
-        host: the address to listen on; beyond loopback only if asked.
-        port: 0 takes a free one.
-        api_key: the bearer token that clients have to send; a key of an open trajectory will do, too. None lets
-            everybody in who reaches the address.
-        header_keys: whether a request may open a trajectory of its own, under the key in `x-hotbunk-trajectory`.
-        sampling: the training configuration. Requests that would be sampled otherwise are refused; None takes all.
-        eos_token_ids: ids that end an answer; by default the tokenizer's.
-        keep_exact_ids: whether prompts keep the ids of earlier answers; False leaves them to the chat template.
-        tool_parser: vLLM's name for the form of tool calls in the model's answers; None offers no tools.
-        reasoning_parser: vLLM's name for the form of thoughts, which are then told apart from the answer.
-        max_conversations: how many trajectories are captured at a time; those that requests open by header count apart
-            from those that the program opens, and cannot take their room.
-        max_choices: largest `n` of a request.
-        max_answers: how many answers a request may have over all its prompts.
-        max_body_bytes: largest request; with images as much more as those of a trajectory take in base64, twice.
-        body_timeout_s: how long a client may take to send its request's body.
-        image_rules: how images in chats are treated; None: there are none.
-    """
-
-    model_name: str = "policy"
-    host: str = "127.0.0.1"
-    port: int = 0
-    api_key: str | None = None
-    header_keys: bool = False
-    sampling: SamplingSettings | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    keep_exact_ids: bool = True
-    tool_parser: str | None = "hermes"
-    reasoning_parser: str | None = None
-    max_conversations: int = 4096
-    max_choices: int = 128
-    max_answers: int = 1024
-    max_body_bytes: int = 32 << 20
-    body_timeout_s: float = 60.0
-    image_rules: ImageRules | None = None
-
-    @property
-    def most_bytes(self) -> int:
-        """Of a request."""
-        return self.max_body_bytes + (3 * self.image_rules.max_bytes if self.image_rules is not None else 0)
 
 
 @dataclass(eq=False)

@@ -20,9 +20,17 @@ from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
-from generation.images import ImageRules, Seen
+from generation.images import Seen
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
-from generation.server.conversations import CURRENT, STUMBLES, Call, Conversation, Conversations, Refused
+from generation.server.conversations import (
+    CURRENT,
+    STUMBLES,
+    Call,
+    Conversation,
+    Conversations,
+    Refused,
+    ServerSettings,
+)
 from generation.server.dialects import as_chat
 from generation.server.images import continued, see
 
@@ -46,20 +54,11 @@ _FREE = {
 class ServedEngine:
     """vLLM's engine with another `generate`; everything else is the engine's own."""
 
-    def __init__(
-        self,
-        worker: Engine,
-        tokenizer: Any,
-        eos_token_ids: tuple[int, ...],
-        limits: Limits,
-        conversations: Conversations,
-        rules: ImageRules | None = None,
-    ) -> None:
-        """`rules`: how requests' images are treated; None: they have none."""
-        self._worker, self._tokenizer, self._ends = worker, tokenizer, eos_token_ids
-        self._limits, self._conversations, self._rules = limits, conversations, rules
-        if rules is not None:
-            see(worker.llm.renderer, rules)
+    def __init__(self, worker: Engine, settings: ServerSettings, limits: Limits, conversations: Conversations) -> None:
+        self._worker, self._tokenizer, self._settings = worker, worker.llm.get_tokenizer(), settings
+        self._limits, self._conversations = limits, conversations
+        if settings.image_rules is not None:
+            see(worker.llm.renderer, settings.image_rules)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker.llm, name)
@@ -154,27 +153,25 @@ class ServedEngine:
                                 call.conversation.history.capture(generation)
                     yield output
             except Refused as refused:
-                call.refused = refused
-                raise told_error(refused.status, str(refused)) from refused
+                raise told_error(call, refused) from refused
             except ImageCountError as error:  # of the model's files: no other request would fare better
                 if call.conversation is not None:
                     call.conversation.fatal = error
-                call.refused = Refused(500, str(error))
-                raise told_error(500, str(error)) from error
+                raise told_error(call, Refused(500, str(error))) from error
             except request_errors() as error:
                 if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, STUMBLES)):
                     raise
-                call.refused = Refused(400, str(error) or f"vLLM cannot take the request: {error.__cause__!r}")
-                raise told_error(400, str(call.refused)) from error
+                sentence = str(error) or f"vLLM cannot take the request: {error.__cause__!r}"
+                raise told_error(call, Refused(400, sentence)) from error
 
     def _asked(self, call: Call, prompt: Any) -> Seen:
         """The prompt with exact ids, and its images."""
         ids = self._prompt_ids(call, prompt)
-        if (whole := call.expanded) is None or self._rules is None:
+        if (whole := call.expanded) is None or self._settings.image_rules is None:
             return Seen(ids)
         if prompt["prompt_token_ids"] != whole.ids:
             raise Refused(400, "truncate_prompt_tokens may cut an image in two: leave it out")
-        return whole if call.exact is None else continued(whole, call.exact, ids, self._rules)
+        return whole if call.exact is None else continued(whole, call.exact, ids, self._settings.image_rules)
 
     def _prompt_ids(self, call: Call, prompt: Any) -> list[int]:
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
@@ -184,7 +181,7 @@ class ServedEngine:
             return ids
         if call.conversation is not None and exact.answer is not None:
             return call.conversation.history.continued(exact, ids)
-        return exact_prompt(exact, self._tokenizer, ids, self._ends)
+        return exact_prompt(exact, self._tokenizer, ids, self._settings.eos_token_ids)
 
     def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
@@ -317,12 +314,14 @@ def joined_slices(
     return whole
 
 
-def told_error(status: int, sentence: str) -> Exception:
-    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback."""
+def told_error(call: Call, refused: Refused) -> Exception:
+    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback; the
+    refusal is noted in the call.
+    """
     from vllm.exceptions import GenerationError
 
-    error = GenerationError(sentence)
-    error.status_code = HTTPStatus(status)
+    call.refused, error = refused, GenerationError(str(refused))
+    error.status_code = HTTPStatus(refused.status)
     return error
 
 
@@ -339,9 +338,7 @@ def _root_logging_kept() -> Iterator[None]:
             each.setLevel(level)
 
 
-async def build_openai_app(
-    engine: ServedEngine, model_name: str, tool_parser: str | None, reasoning_parser: str | None
-) -> Any:
+async def build_openai_app(engine: ServedEngine, settings: ServerSettings) -> Any:
     """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
 
     `ServedEngine.check` is given each request for answers as vLLM has parsed it, and its handler, before that does
@@ -349,11 +346,12 @@ async def build_openai_app(
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    words = ["--model", model_name, "--served-model-name", model_name]  # the former is told, too, as the model's root
-    if tool_parser is not None:
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
-    if reasoning_parser is not None:
-        words += ["--reasoning-parser", reasoning_parser]
+    name = settings.model_name
+    words = ["--model", name, "--served-model-name", name]  # the former is told, too, as the model's root
+    if settings.tool_parser is not None:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
+    if settings.reasoning_parser is not None:
+        words += ["--reasoning-parser", settings.reasoning_parser]
     with _root_logging_kept():
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -367,9 +365,9 @@ async def build_openai_app(
             await init_app_state(engine, app.state, arguments, tasks)
         except (KeyError, TypeError) as error:
             raise ValueError(f"vLLM's server does not start with these settings: {error}") from error
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(_LOGGERS):
-            logging.getLogger(name).addFilter(_one_line)
+    for logger in list(logging.root.manager.loggerDict):
+        if logger.startswith(_LOGGERS):
+            logging.getLogger(logger).addFilter(_one_line)
     for name, methods in _ANSWERING.items():
         if (handler := getattr(app.state, name, None)) is not None:
             for method in methods:

@@ -24,7 +24,7 @@ from generation.compat.nemo.config import (
 )
 from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.replicas import Actor, actor_of, join_once
+from generation.engine.replicas import Actor, join_once
 from generation.engine.thread import EngineThread, as_ready
 
 T = TypeVar("T")
@@ -106,8 +106,7 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         else:
             self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
             gpus = gpus if cluster_room()[0] == "GPU" else 0
-            handle = actor_of(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, cpus=size, gpus=gpus)
-            self.actor = Actor(handle)
+            self.actor = Actor(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, cpus=size, gpus=gpus)
         self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
         try:
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")

@@ -18,7 +18,7 @@ from generation.compat.load_balancer import LoadBalancer
 from generation.compat.torchrl import arguments
 from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, ServiceEngine, gpu_count
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
-from generation.engine.replicas import Actor, actor_of, join_once
+from generation.engine.replicas import Actor, join_once
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_arguments
 
@@ -175,8 +175,8 @@ class AsyncVLLM(WeightUpdates):
                 else:
                     name, kind = f"async-vllm-replica-{self.service_id}-{number}", self._actor_class or ServiceEngine
                     gpus_here = len(settings.device_indices)
-                    actor = actor_of(kind, settings, cpus=1, gpus=gpus_here, name=name, namespace="hotbunk")
-                    self.actors.append(RayReplica(Actor(actor), self._thread, name))
+                    actor = Actor(kind, settings, cpus=1, gpus=gpus_here, name=name, namespace="hotbunk")
+                    self.actors.append(RayReplica(actor, self._thread, name))
             starts += [replica.launch() for replica in self.actors]
             arguments.wait_until_started(starts, timeout)
         except BaseException:
