@@ -27,7 +27,7 @@ from generation.engine.vllm_compat import (
     worker_memory,
 )
 from generation.exact_ids import Generation, generations_of, sampled_logprobs
-from generation.images import Image, Spans
+from generation.images import Image, Seen, Spans
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -124,33 +124,33 @@ class Engine:
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
-        params = vllm_sampling_params(sampling, seed, budget)
+        params, seen = vllm_sampling_params(sampling, seed, budget), Seen(prompt_ids, tuple(images), image_spans)
         if turnstile is not None:
             answer = replace(unfinished, opening=0) if unfinished else Unfinished(prompt_ids, seed, budget)
             if answer.prompt_ids != prompt_ids:
                 raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
-            outputs = await self.request_in_slices(answer, params, turnstile, images, image_spans)
+            outputs = await self.request_in_slices(answer, params, turnstile, seen)
             last = outputs[-1].outputs[0]
             whole = answer.finished(last.finish_reason or "abort")
             whole.routes = last.routed_experts  # of the last slice, whose prompt was all before it
             return whole
-        prompt = await self.prompt(prompt_ids, images, image_spans)
+        prompt = await self.prompt(seen)
         if growing is not None:
             params.output_kind = type(params.output_kind).CUMULATIVE
         output = await self.request(prompt, params, policy_version=policy_version, growing=growing)
         return generations_of(output, policy_version)[0]
 
-    async def prompt(self, ids: list[int], images: Sequence[Image] = (), spans: Spans = ()) -> dict[str, Any]:
+    async def prompt(self, seen: Seen) -> dict[str, Any]:
         """Ids, and images in their places among them, as vLLM takes a prompt. Raises ValueError where images are too
         many, and ImageCountError, which is one.
         """
-        if not images:
-            return {"prompt_token_ids": ids}
-        if len(images) > self.settings.images:
-            raise ValueError(f"{len(images)} images are more than a request may have ({self.settings.images})")
+        if not seen.images:
+            return {"prompt_token_ids": seen.ids}
+        if (count := len(seen.images)) > self.settings.images:
+            raise ValueError(f"{count} images are more than a request may have ({self.settings.images})")
         if self._images is None:
             self._images = EngineImages(self.llm.renderer)
-        return await self._images.prompt(ids, images, spans)
+        return await self._images.prompt(seen)
 
     async def request(
         self,
@@ -177,15 +177,10 @@ class Engine:
         return final
 
     async def request_in_slices(
-        self,
-        answer: Unfinished,
-        params: "SamplingParams",
-        turnstile: Turnstile,
-        images: Sequence[Image] = (),
-        image_spans: Spans = (),
-        **options: Any,
+        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, seen: Seen, **options: Any
     ) -> list["RequestOutput"]:
-        """Let an answer grow until it is finished, a request for each slice; gives their outputs, and fills `answer`.
+        """Let an answer to what is `seen` grow until it is finished, a request for each slice; gives their outputs, and
+        fills `answer`.
 
         Raises ValueError where `params` ask to look for something in the text: a request sees its own slice only.
         """
@@ -197,7 +192,7 @@ class Engine:
                 own = params.clone()
                 own.seed = None if params.seed is None else answer.seed
                 own.max_tokens = tokens
-                prompt = await self.prompt(answer.prompt_ids + answer.token_ids, images, image_spans)
+                prompt = await self.prompt(replace(seen, ids=answer.prompt_ids + answer.token_ids))
                 outputs.append(await self.request(prompt, own, policy_version=version, **options))
             answer.add(generations_of(outputs[-1], version)[0])
         return outputs

@@ -8,10 +8,9 @@ model computes with, and for the number of tokens, which has to be the caller's
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from generation.images import Image, Spans
+from generation.images import Image, Seen
 
 if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
@@ -31,11 +30,12 @@ class EngineImages:
         self._renderer, self._lock = renderer, asyncio.Lock()
         self._processed: OrderedDict[str, tuple[Any, list[int]]] = OrderedDict()
 
-    async def prompt(self, ids: list[int], images: Sequence[Image], spans: Spans) -> dict[str, Any]:
+    async def prompt(self, seen: Seen) -> dict[str, Any]:
         """What `AsyncLLM.generate` takes for a prompt with images. Raises ImageCountError naming image and counts."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
+        ids, images, spans = seen.ids, seen.images, seen.spans
         if len(images) != len(spans):
             raise ImageCountError(f"there are {len(images)} images, but places for {len(spans)}")
         items = []

@@ -14,17 +14,9 @@ from typing import Any, cast
 
 from generation.engine.sampling import SamplingSettings
 from generation.images import Image, split_images
+from generation.rollouts import tools
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction
-from generation.rollouts.tools import (
-    CallParser,
-    Content,
-    Tool,
-    ToolRunner,
-    image_parts,
-    make_tool,
-    parse_inline,
-    tools_by_name,
-)
+from generation.rollouts.tools import CallParser, Content, Tool, ToolRunner
 from generation.trajectory import Trajectory, checked_reward
 
 _ENVIRONMENT = "it must be a class with a method reset(**row), or a function that makes an object of one"
@@ -87,7 +79,7 @@ async def converse(
         if not calls and (said is None or generation.finish_reason != "stop"):
             return
         if said is not None and not last:
-            chat.add([{"role": "user", "content": image_parts(said) or said}])
+            chat.add([{"role": "user", "content": tools.image_parts(said) or said}])
         if last:
             chat.finish_reason = "max_turns"
             return
@@ -124,7 +116,7 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
                 chat.finish_reason = "max_turns" if left else "length"
                 break
             async with llm.away():
-                (result,) = await agent.runner.run(agent.tools, [parse_inline(call)], chat.metrics)
+                (result,) = await agent.runner.run(agent.tools, [tools.parse_inline(call)], chat.metrics)
             text = f"{tags.result_start}{result}{tags.result_end}"
             chat.add_ids(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
         return chat.trajectory()
@@ -147,8 +139,8 @@ def pending_call(text: str, tags: InlineTags) -> str | None:
 def environment_tools(cls: type) -> dict[str, Tool]:
     """An environment's public methods as tools, except its own five. Raises ValueError naming one that cannot be."""
     methods = {name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
-    return tools_by_name(
-        make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
+    return tools.tools_by_name(
+        tools.make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
         for name, function in methods.items()
         if name not in ("reset", "respond", "turn_reward", "get_reward", "close")
     )
@@ -193,7 +185,7 @@ def environment_rollout(
         close()             optional: always called
     """
     methods = environment_tools(cls)
-    agent = replace(agent, tools=tools_by_name([*agent.tools.values(), *methods.values()]))
+    agent = replace(agent, tools=tools.tools_by_name([*agent.tools.values(), *methods.values()]))
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         call = agent.runner.call
@@ -260,7 +252,7 @@ def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation
     if isinstance(observation, str) and llm.messages is None:
         return llm.conversation(llm.prompt_ids + llm.tokenizer(observation, add_special_tokens=False)["input_ids"])
     own: tuple[Image, ...] = ()
-    if (added := image_parts(observation) or observation) is not observation or isinstance(added, str):
+    if (added := tools.image_parts(observation) or observation) is not observation or isinstance(added, str):
         *before, last = llm.messages or []
         observation, own = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
     settings = {"add_generation_prompt": True} | llm.settings.chat_template_kwargs

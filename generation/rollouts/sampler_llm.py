@@ -200,9 +200,8 @@ class SamplerLLM:
             count, limit = len(request.token_ids), self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
-        seen = request.seen
         try:
-            prompt = await self.engine.prompt(seen.ids, seen.images, seen.spans)
+            prompt = await self.engine.prompt(request.seen)
             return await self.engine.request(prompt, params, policy_version=self.settings.policy_version), ""
         except ImageCountError as error:  # of the model's files: no other prompt would fare better
             self.fatal = error

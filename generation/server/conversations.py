@@ -266,6 +266,12 @@ class Call:
     generations: dict[int, Generation] = field(default_factory=dict)
     expanded: Seen | None = None
 
+    def open_in(self, conversations: Conversations) -> None:
+        """Open the trajectory that it asks for, unless another request with its key was faster."""
+        if self.opens and self.conversation is None:
+            new = Conversation(self.opens, by_request=True, sampling=self.sampling)
+            self.conversation = conversations.get(self.opens) or conversations.open(new)
+
     def admit(self, images: tuple[Image, ...], rules: ImageRules) -> tuple[Image, ...]:
         """Its images, those that the row or the conversation has had before as the same objects. Raises ValueError, a
         sentence about the request, where all of them together are too large.

@@ -63,7 +63,6 @@ def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
         with _of_the_request():
             if [*found] != ["image"] or not all(isinstance(image, Image) for image in images):
                 raise ValueError("has images in a form that is not served: send them as image_url")
-        with _of_the_request():
             special = params.add_special_tokens
             ids, spans = await asyncio.to_thread(rules.processor.expand, prompt["prompt"], images, special=special)
         if (call := CURRENT.get()) is not None:

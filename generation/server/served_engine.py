@@ -22,15 +22,7 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.images import Seen
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
-from generation.server.conversations import (
-    CURRENT,
-    STUMBLES,
-    Call,
-    Conversation,
-    Conversations,
-    Refused,
-    ServerSettings,
-)
+from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused, ServerSettings
 from generation.server.dialects import as_chat
 from generation.server.images import continued, see
 
@@ -106,7 +98,7 @@ class ServedEngine:
         self, asked: Seen, prompt: Mapping[str, Any], params: "SamplingParams", name: str, options: dict[str, Any]
     ) -> AsyncGenerator["RequestOutput", None]:
         """The outputs of a request that is not cut."""
-        own = {**prompt, **await self._worker.prompt(asked.ids, asked.images, asked.spans)}
+        own = {**prompt, **await self._worker.prompt(asked)}
         async with aclosing(self._worker.submit(own, params, name, **options)) as outputs:
             async for output in outputs:
                 yield output
@@ -123,9 +115,7 @@ class ServedEngine:
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
             answer = Unfinished(asked.ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
-            outputs = await self._worker.request_in_slices(
-                answer, own, turnstile, images=asked.images, image_spans=asked.spans, **options
-            )
+            outputs = await self._worker.request_in_slices(answer, own, turnstile, asked, **options)
             sampled.versions[index] = answer.versions
             return outputs[0], joined_slices(outputs, own, self._tokenizer, index)
 
@@ -143,9 +133,7 @@ class ServedEngine:
             try:
                 async for output in outputs:
                     call.taken = True
-                    if call.opens and call.conversation is None:  # another request with this key may have been faster
-                        new = Conversation(call.opens, by_request=True, sampling=call.sampling)
-                        call.conversation = self._conversations.get(call.opens) or self._conversations.open(new)
+                    call.open_in(self._conversations)
                     for choice in output.outputs:
                         if (generation := sampled.add(choice)) is not None:
                             call.generations[first + choice.index] = generation
@@ -330,7 +318,8 @@ def _root_logging_kept() -> Iterator[None]:
     """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
     and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
     """
-    levels = [(each, each.level) for each in (logging.root, *logging.root.handlers)]
+    own: list[logging.Logger | logging.Handler] = [logging.root, *logging.root.handlers]
+    levels = [(each, each.level) for each in own]
     try:
         yield
     finally:

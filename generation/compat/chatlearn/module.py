@@ -27,13 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from generation.compat.chatlearn.settings import (
-    SAMPLING,
-    ChatLearnSettings,
-    check_recipe,
-    read_model_args,
-    read_settings,
-)
+from generation.compat.chatlearn.settings import SAMPLING, check_recipe, read_model_args, read_settings
 from generation.engine.devices import first_devices
 from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
@@ -136,7 +130,7 @@ class VLLMModule:
         `model_args["model"]`.
         """
         self.model_args = read_model_args(model_args)
-        self.settings: ChatLearnSettings = read_settings(self.model_args)
+        self.settings = read_settings(self.model_args)
         self.llm = llm
         self._tokenizer = None if llm is None else ModuleTokenizer(llm.get_tokenizer())
         self._own: Leader | None = None
