@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from generation.undoing import undone_by
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -61,11 +63,8 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # as it has for every .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
+    with undone_by(lambda: sys.modules.pop(name)):
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 

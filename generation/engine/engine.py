@@ -28,6 +28,7 @@ from generation.engine.vllm_compat import (
 )
 from generation.exact_ids import Generation, generations_of, sampled_logprobs
 from generation.images import Image, Seen, Spans
+from generation.undoing import undone_by
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -298,14 +299,11 @@ class Engine:
             raise EngineStateError(f"cannot update weights: {running} requests would continue with other weights")
         self.state.begin_sync()
         update = Update(self.state.latest + 1 if version is None else version)
-        try:
+        with undone_by(self.state.fail_sync):
             yield update
             await self.reset_prefix_cache()
             if self.settings.images:  # whose features are kept by the images' digests
                 await self._unless_dead(self.llm.reset_encoder_cache())
-        except BaseException:
-            self.state.fail_sync()
-            raise
         self.state.finish_sync(update.version)
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
@@ -390,20 +388,14 @@ class Leader:
         vLLM does not take the settings, TimeoutError after `timeout` seconds.
         """
         leader = cls(engine, EngineThread())
-        try:
+        with undone_by(leader.close):
             leader.thread.run(engine.start(), timeout, f"starting the engine for {engine.settings.model}")
-        except BaseException:
-            leader.close()
-            raise
         return leader
 
     def start_again(self, timeout: float) -> None:
         """Start the engine anew, in its place, after `engine.close()`; raises as `start`."""
-        try:
+        with undone_by(self.engine.close):
             self.thread.run(self.engine.start(), timeout, f"starting the engine for {self.engine.settings.model} again")
-        except BaseException:
-            self.engine.close()
-            raise
 
     def close(self) -> None:
         """Stop the engine's processes and its thread; safe to call twice."""

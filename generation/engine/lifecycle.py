@@ -43,21 +43,18 @@ class EngineLifecycle:
         """Raise `EngineStateError`, naming both versions, unless awake with exactly the policy's weights."""
         self._require("generate", Memory.AWAKE)
         if self.version != policy_version:
-            held = "no version (they were dropped or never sent)" if self.version is None else f"version {self.version}"
-            raise EngineStateError(
-                f"cannot generate: the engine holds weights of {held}, the policy is at version {policy_version}; "
-                "sync the weights first"
-            )
+            raise self._stale(f", the policy is at version {policy_version}")
 
     def usable_version(self) -> int:
         """The version of the weights that generation would use now; raises `EngineStateError` where it could not."""
         self._require("generate", Memory.AWAKE)
         if self.version is None:
-            raise EngineStateError(
-                "cannot generate: the engine holds weights of no version (they were dropped or never sent); "
-                "sync the weights first"
-            )
+            raise self._stale()
         return self.version
+
+    def _stale(self, policy: str = "") -> EngineStateError:
+        held = "no version (they were dropped or never sent)" if self.version is None else f"version {self.version}"
+        return EngineStateError(f"cannot generate: the engine holds weights of {held}{policy}; sync the weights first")
 
     def adopt_checkpoint(self, version: int) -> None:
         """Declare that the weights loaded from disk at the start are those of `version` (no trainer, no sync)."""

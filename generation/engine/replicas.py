@@ -24,6 +24,7 @@ from generation.engine.engine import Engine, first_not_finite
 from generation.engine.lifecycle import EngineLifecycle
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import frontend
+from generation.undoing import undone_by
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -286,11 +287,8 @@ class ReplicatedEngine(Engine):
         """See `Engine`: an update of all members. `version` has to be given."""
         assert version is not None
         self.state.begin_sync()
-        try:
+        with undone_by(self.state.fail_sync):
             told = await self._all([each.call("receive", method, *args, version=version) for each in self.members])
-        except BaseException:
-            self.state.fail_sync()
-            raise
         self.state.finish_sync(version)
         outcomes = [*itertools.chain(*told)]
         self.adapter = next((outcome.get("adapter") for outcome in outcomes), None)

@@ -21,12 +21,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
 from generation.rollouts.client import Scored
+from generation.undoing import undone_by
 
 LONGEST_LINE = 16 << 20
 LONGEST_LOG = 16 << 20  # bytes of what the processes print; the rest is dropped
@@ -72,11 +74,8 @@ class ClientProcesses:
         question = {"row": row, "base_url": base_url, "api_key": api_key, "model": model}
         async with self._room:
             process = await self._next()
-            try:
+            with undone_by(partial(self._end, process)):
                 answer = await process.ask(question | {"kwargs": dict(self._settings.kwargs)})
-            except BaseException:
-                self._end(process)
-                raise
             self._idle.append(process)
         if error := answer.get("error"):
             raise ClientError(f"the client says: {str(error)[:_TAIL]}")
@@ -92,11 +91,8 @@ class ClientProcesses:
             self._end(process)
         process = _Process(self._settings)
         self._running.add(process)
-        try:
+        with undone_by(partial(self._end, process)):
             await process.begin()
-        except BaseException:
-            self._end(process)
-            raise
         return process
 
     def _end(self, process: "_Process") -> None:

@@ -19,6 +19,7 @@ from generation.server.conversations import Conversation, Conversations, ServerS
 from generation.server.gate import OF_VLLM, PLACES, Gate
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
+from generation.undoing import undone_by
 
 if TYPE_CHECKING:
     import uvicorn
@@ -53,7 +54,7 @@ class OpenAIServer:
 
         settings = settings or ServerSettings()
         sock = bind(settings.host, settings.port)
-        try:
+        with undone_by(sock.close):
             gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
             # The lifespan would freeze this process's garbage (vllm/entrypoints/launchers/utils/server_utils.py).
             config = uvicorn.Config(gate, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120)
@@ -61,9 +62,6 @@ class OpenAIServer:
             config.http_protocol_class = bounded(config.http_protocol_class)  # type: ignore[arg-type]
             server = uvicorn.Server(config)
             app.state.server = server  # vLLM tells it to stop when the engine has died
-        except BaseException:
-            sock.close()
-            raise
         own = cls(settings, sock, server, conversations)
         while not server.started:
             if own._task.done():

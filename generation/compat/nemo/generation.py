@@ -26,6 +26,7 @@ from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.replicas import Actor, join_once
 from generation.engine.thread import EngineThread, as_ready
+from generation.undoing import undone_by
 
 T = TypeVar("T")
 
@@ -108,13 +109,10 @@ class VllmGenerationWorker(_Batches, EngineLoad):
             gpus = gpus if cluster_room()[0] == "GPU" else 0
             self.actor = Actor(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, cpus=size, gpus=gpus)
         self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
-        try:
+        with undone_by(self.shutdown):
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")
             self.device_ids: list[str] = self.report_device_id()
             self.base_url: str | None = self._wait("report_dp_openai_server_base_url", "asking for the server")
-        except BaseException:
-            self.shutdown()
-            raise
 
     def _choose(self, _: Any) -> int:
         return 0
@@ -207,16 +205,13 @@ class VllmGeneration(_Batches, GenerationInterface):
         def start(bundle: range | None) -> None:
             self.workers.append(VllmGenerationWorker(config, bundle, timeout=timeout))
 
-        try:
+        with undone_by(self.shutdown):
             bundles = _bundles(config)
             if on_ray(config):
                 with ThreadPoolExecutor(count) as pool:
                     [*pool.map(start, bundles)]
             else:  # one after the other: an engine is started with an environment of its own, and there is only one
                 [*map(start, bundles)]
-        except BaseException:
-            self.shutdown()
-            raise
         self._choose = LoadBalancer(self.workers, "requests").select_actor
 
     @property

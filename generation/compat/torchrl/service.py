@@ -21,6 +21,7 @@ from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
 from generation.engine.replicas import Actor, join_once
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_arguments
+from generation.undoing import undone_by
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -245,15 +246,11 @@ class AsyncVLLM(WeightUpdates):
         listed, single = arguments.prompt_dictionaries(prompts, prompt_token_ids)
         each = arguments.sampling_for_each(sampling_params, len(listed))
         futures: list[Future[RequestOutput]] = []
-        try:
+        with undone_by(lambda: [future.cancel() for future in futures]):
             for prompt, params in zip(listed, each, strict=True):
                 futures.append(self._submit(prompt, params, actor_index, timeout_seconds, lora_request))
             for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm):
                 pass  # each ends by its own deadline
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
         results = [arguments.answer_or_error(future, place) for place, future in enumerate(futures)]
         return arguments.answers(results, single, return_exceptions)
 
@@ -279,11 +276,8 @@ class AsyncVLLM(WeightUpdates):
         with self._lock:
             replica = self.actors[self._checked_index(self._route(prompt) if actor_index is None else actor_index)]
             replica.submitted()
-        try:
+        with undone_by(replica.finished):
             future = replica.submit("generate", prompt, params, self.weight_version, limit, lora_request)
-        except BaseException:
-            replica.finished()
-            raise
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)
         future.add_done_callback(lambda _: replica.finished())

@@ -14,6 +14,7 @@ from generation.compat.torchrl.arguments import gpus_per_replica, results_of
 from generation.compat.torchrl.replicas import UPDATE_SECONDS, Replica
 from generation.engine.replicas import ray_module
 from generation.engine.settings import EngineSettings
+from generation.undoing import undone_by
 
 if TYPE_CHECKING:
     import torch
@@ -110,13 +111,10 @@ class WeightUpdates:
     def _join_own_group(self) -> list[Future[Any]]:
         sender = self._listening("joining the weights group")
         if not self._joined:
-            try:
+            with undone_by(self.close_weights_group):
                 calls = self._join("submit", sender.ip, sender.port)
                 sender.connect(calls)
                 results_of(calls, UPDATE_SECONDS, "joining the weights group")
-            except BaseException:
-                self.close_weights_group()
-                raise
             self._joined = calls
         return self._joined
 
@@ -153,12 +151,10 @@ class WeightUpdates:
             weights = self._carriers.StreamSource(manifest, _untied(stream, manifest))
         version = self.weight_version + 1 if version is None else version
         try:
-            self._join_own_group()
-            self._sender.use(weights)
-            return self._sender.send(version, self.receive_weights())
-        except BaseException:
-            self.close_weights_group()
-            raise
+            with undone_by(self.close_weights_group):
+                self._join_own_group()
+                self._sender.use(weights)
+                return self._sender.send(version, self.receive_weights())
         finally:
             self.weight_version = version  # engines that hold older weights must not be asked any more
 
