@@ -48,14 +48,9 @@ class EngineImages:
                     "trainer, or others: both must have the same processor (preprocessor_config.json)"
                 )
             items.append(item)
-        return dict(
-            mm_input(
-                ids,
-                mm_kwargs=MultiModalKwargsItems({"image": items}),
-                mm_hashes={"image": [image.digest for image in images]},
-                mm_placeholders={"image": [PlaceholderRange(start, length) for start, length in spans]},
-            )
-        )
+        kwargs, hashes = MultiModalKwargsItems({"image": items}), {"image": [image.digest for image in images]}
+        places = {"image": [PlaceholderRange(start, length) for start, length in spans]}
+        return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders=places))
 
     async def _of(self, image: Image) -> tuple[Any, list[int]]:
         """What the model computes with, and the ids whose embeddings give way to the image's."""

@@ -78,19 +78,9 @@ def prompt_batch(
     batch = list[PromptText]()
     for i in indices:
         text, (stored, spans) = tokenizer.decode(list(prompts[i])), images[i] if images else ((), ())
-        read = tuple(image.read() for image in stored)
-        for sample in range(group_size):
-            prompt = PromptText(
-                text,
-                prompts[i],
-                prompt_index=i,
-                sample_index=sample,
-                messages=messages[i] if messages else None,
-                row=rows[i] if rows else None,
-                images=read,
-                image_spans=spans,
-            )
-            batch.append(prompt)
+        read, row = tuple(image.read() for image in stored), rows[i] if rows else None
+        chat = messages[i] if messages else None
+        batch += [PromptText(text, prompts[i], i, sample, chat, row, read, spans) for sample in range(group_size)]
     return batch
 
 

@@ -37,15 +37,11 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 async def fetch(url: str, limit: int) -> bytes:
     """A file of at most `limit` bytes. Raises ValueError, a sentence without its subject, where it is not to be had."""
     where = url[:60]
-    settings: dict[str, Any] = {
-        "connector": aiohttp.TCPConnector(socket_factory=_socket, force_close=True),
-        "timeout": aiohttp.ClientTimeout(total=SECONDS),
-        "headers": {"Accept-Encoding": "identity"},
-        "auto_decompress": False,  # a small file may not become a large one
-    }
+    connector = aiohttp.TCPConnector(socket_factory=_socket, force_close=True)
+    total, plain = aiohttp.ClientTimeout(total=SECONDS), {"Accept-Encoding": "identity"}
     try:
-        async with (
-            aiohttp.ClientSession(**settings) as session,
+        async with (  # not decompressed: a small file may not become a large one
+            aiohttp.ClientSession(connector=connector, timeout=total, headers=plain, auto_decompress=False) as session,
             session.get(url, max_redirects=_REDIRECTS, raise_for_status=True) as answer,
         ):
             data = bytearray()

@@ -339,13 +339,9 @@ class VLLMModule:
         if len(ids) > settings.max_prompt_length:
             room = f"the {settings.max_prompt_length} that seq_length and max_new_tokens leave"
             raise ValueError(f"a prompt has {len(ids)} tokens, more than {room}: drop it in build_dataset")
+        longest = settings.max_tokens(len(ids))
         return SamplingParams(
-            max_tokens=settings.max_tokens(len(ids)),
-            stop=stop,
-            stop_token_ids=ends,
-            skip_special_tokens=False,
-            logprobs=0,
-            **fields,
+            max_tokens=longest, stop=stop, stop_token_ids=ends, skip_special_tokens=False, logprobs=0, **fields
         )
 
     def _renew_llm(self, iteration: int) -> None:

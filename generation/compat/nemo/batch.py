@@ -320,26 +320,22 @@ def padded_output(data: Prompts, completions: Sequence[Generation], pad_value: i
         output_ids[row, start:end] = torch.tensor(completion.token_ids, dtype=output_ids.dtype)
         logprobs[row, start:end] = torch.tensor(completion.logprobs)
     return BatchedDataDict(
-        {
-            "output_ids": output_ids,
-            "generation_lengths": counts,
-            "unpadded_sequence_lengths": input_lengths + counts,
-            "logprobs": logprobs,
-            "truncated": torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
-            "errors": [c.error for c in completions],
-        }
+        output_ids=output_ids,
+        generation_lengths=counts,
+        unpadded_sequence_lengths=input_lengths + counts,
+        logprobs=logprobs,
+        truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
+        errors=[c.error for c in completions],
     )
 
 
 def sequence_output(data: Prompts, row: Row, completion: Generation, pad_value: int) -> Responses:
     """The output of one row of `data` by itself, without padding: prompt and response side by side."""
     length = len(row.token_ids)
-    alone = Prompts(
-        {"input_ids": data["input_ids"][row.index : row.index + 1, :length], "input_lengths": torch.tensor([length])}
-    )
-    return padded_output(alone, [completion], pad_value)
+    ids = data["input_ids"][row.index : row.index + 1, :length]
+    return padded_output(Prompts(input_ids=ids, input_lengths=torch.tensor([length])), [completion], pad_value)
 
 
 def text_output(answers: Sequence[tuple[str, str]]) -> BatchedDataDict[Any]:
     """Responses and errors side by side."""
-    return BatchedDataDict({"texts": [text for text, _ in answers], "errors": [error for _, error in answers]})
+    return BatchedDataDict(texts=[text for text, _ in answers], errors=[error for _, error in answers])
