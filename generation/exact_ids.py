@@ -76,9 +76,8 @@ class Generation:
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} sampled tokens cannot have {len(self.logprobs)} log-probabilities")
-        self.versions = checked_versions(
-            self.versions or [(self.weight_version, 0)], len(self.token_ids), f"an answer at place {self.place}"
-        )
+        place = f"an answer at place {self.place}"
+        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], len(self.token_ids), place)
         self.weight_version = self.versions[-1][0]
 
     @property
@@ -355,10 +354,9 @@ def template_message(message: Message) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list) and any(map(_no_text, content)):
-        places = [
+        plain["content"] = [
             {"type": "image"} if _no_text(part) else {"type": "text", "text": content_text([part])} for part in content
         ]
-        plain["content"] = places
     else:
         plain["content"] = content_text(content)
     calls = plain.pop("tool_calls", None) or []

@@ -72,13 +72,12 @@ class Trajectory:
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not len(self.response_ids) == len(self.loss_mask) == len(self.logprobs):
-            raise ValueError(
-                f"prompt {self.prompt_index} sample {self.sample_index}: {len(self.response_ids)} response ids, "
-                f"{len(self.loss_mask)} mask entries and {len(self.logprobs)} log-probabilities must be equally many"
-            )
         place = f"prompt {self.prompt_index} sample {self.sample_index}"
-        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], len(self.response_ids), place)
+        ids, mask, logprobs = len(self.response_ids), len(self.loss_mask), len(self.logprobs)
+        if not ids == mask == logprobs:
+            found = f"{ids} response ids, {mask} mask entries and {logprobs} log-probabilities"
+            raise ValueError(f"{place}: {found} must be equally many")
+        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], ids, place)
         self.weight_version = self.versions[-1][0]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:

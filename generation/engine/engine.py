@@ -229,9 +229,8 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        kind = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind)
         found, name = None, f"hotbunk-{next(self._request_numbers)}"
         async for output in self.submit({"prompt_token_ids": token_ids}, params, name):
             found = output.prompt_logprobs

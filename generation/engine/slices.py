@@ -59,9 +59,7 @@ class Unfinished:
 
     def finished(self, reason: str) -> Generation:
         """The whole answer, as if it had been one request."""
-        return Generation(
-            self.token_ids, self.logprobs, reason, prompt_ids=self.prompt_ids, versions=list(self.versions)
-        )
+        return Generation(self.token_ids, self.logprobs, reason, prompt_ids=self.prompt_ids, versions=[*self.versions])
 
 
 class Slices:

@@ -1,4 +1,4 @@
-"""The gate before vLLM's application: who may ask, for what, when, and sampled how."""
+"""The gate before vLLM's application: who may ask, for what, when, and sampled how; and the figures of it all."""
 
 import asyncio
 import hmac
@@ -16,14 +16,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from generation.engine.engine import Engine
+from generation.engine.lifecycle import EngineStateError
 from generation.engine.logits import REQUESTED, requested
 from generation.exact_ids import KnownPrefix
 from generation.loopback import foreign_host
 from generation.server import bodies
 from generation.server.bodies import Answer, Body, Limits
-from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused, ServerSettings
+from generation.server.conversations import CURRENT, FIGURES, STUMBLES, Call, Conversations, Refused, ServerSettings
 from generation.server.dialects import MESSAGES, RESPONSES
-from generation.server.figures import exposition
 from generation.server.served_engine import check_ready
 
 KEY_HEADER = "x-hotbunk-trajectory"
@@ -230,13 +230,42 @@ class Gate:
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
         if request.scope["path"] == METRICS:
-            return exposition(self.worker, self.conversations, self.requests)
+            return self._figures()
         name = request.scope["path"].removeprefix(f"{MODELS}/")
         _, listed = await self._ask(MODELS)
         for model in listed["data"]:
             if model["id"] == name:
                 return bodies.as_json(200, model)
         raise Refused(404, f"there is no model {name[:80]!r} here; there is {listed['data'][0]['id']}")
+
+    def _figures(self) -> Response:
+        """vLLM's figures, where the engine keeps any, and our own, as Prometheus reads them."""
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        answered = CounterMetricFamily("hotbunk_requests", "requests answered", labels=["path", "status"])
+        for (path, status), count in sorted(self.requests.items()):
+            answered.add_metric([path, str(status)], count)
+        found: list[Any] = [answered]
+        waiting = sum(each.history.retemplated for each in self.conversations.values())
+        for name, meaning in FIGURES.items():
+            count = self.conversations.counts[name] + (waiting if name == "retemplated" else 0)
+            found.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
+        open_ = len(self.conversations)
+        found.append(GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_))
+        with suppress(EngineStateError):  # it sleeps
+            version = self.worker.state.usable_version()
+            found.append(GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version))
+
+        class Own:
+            def collect(self) -> list[Any]:
+                return found
+
+        own = CollectorRegistry()
+        own.register(Own())
+        text = generate_latest(own) + generate_latest(get_prometheus_registry())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:
         """The status and the answer of vLLM's application to a request of ours."""

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, aclosing
 from typing import Any, Self, TypeVar
@@ -34,13 +34,14 @@ T = TypeVar("T")
 class _Batches:
     """Batches on one worker or on several; `_choose` gives the place of a prompt's worker among `workers`."""
 
-    config: VllmConfig
     workers: "list[VllmGenerationWorker]"
-    timeout: float
-    _pad: int
-    _calls: Iterator[int]
     _choose: Callable[[Any], int]
     shutdown: Callable[[], Any]
+
+    def __init__(self, config: VllmConfig, timeout: float) -> None:
+        check_config(config)
+        self.config, self.timeout = config, timeout
+        self._pad, self._calls = pad_token_id(config), itertools.count()
 
     def __enter__(self) -> Self:
         return self
@@ -92,10 +93,9 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         timeout: float = 1800.0,
     ) -> None:
         """Start the engine; arguments as `VllmAsyncGenerationWorker`'s, except that Ray chooses devices by itself."""
-        super().__init__()
-        check_config(config)
-        self.config, self.timeout, self.workers = config, timeout, [self]
-        self._pad, self._calls = pad_token_id(config), itertools.count()
+        _Batches.__init__(self, config, timeout)
+        EngineLoad.__init__(self)
+        self.workers = [self]
         self.engine: VllmAsyncGenerationWorker | None = None
         self.actor: Actor | None = None
         self._leave: Callable[[], None] = lambda: None
@@ -194,10 +194,8 @@ class VllmGeneration(_Batches, GenerationInterface):
 
     def __init__(self, config: VllmConfig, timeout: float = 1800.0) -> None:
         """Start the engines; `timeout` (s) bounds every wait. ValueError names a key that is missing or cannot be."""
-        check_config(config)
-        self.config, self.timeout = config, timeout
+        super().__init__(config, timeout)
         self.workers = []
-        self._pad, self._calls = pad_token_id(config), itertools.count()
         size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
         leave = join_once(size * count) if on_ray(config) else lambda: None
         self._end = weakref.finalize(self, _stop, self.workers, leave)

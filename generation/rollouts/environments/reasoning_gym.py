@@ -29,10 +29,8 @@ def rows(path: str) -> list[dict[str, Any]]:
 def score(completion: str, row: dict[str, Any]) -> float:
     """The library's own judgement, 0 to 1, of the text between the tags <answer>, or else of the whole completion."""
     answer = extract_answer(completion)
-    judged = _dataset(row["path"]).score_answer(
-        completion.strip() if answer is None else answer, json.loads(row["entry"])
-    )
-    return float(judged)
+    answer = completion.strip() if answer is None else answer
+    return float(_dataset(row["path"]).score_answer(answer, json.loads(row["entry"])))
 
 
 @lru_cache(maxsize=16)
