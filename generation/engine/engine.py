@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 
+from generation.engine import vllm_compat
 from generation.engine.images import EngineImages
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.settings import EngineSettings
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
-from generation.engine.vllm_compat import (
-    adapter_request,
-    engine_processes,
-    start_async_llm,
-    step_logger,
-    stop_async_llm,
-    worker_memory,
-)
 from generation.exact_ids import Generation, generations_of, sampled_logprobs
 from generation.images import Image, Seen, Spans
 from generation.undoing import undone_by
@@ -81,11 +74,11 @@ class Engine:
         """
         self.state, self.adapter, self._images = EngineLifecycle(), None, None
         if self.settings.keyed_noise:
-            stat_loggers = [*(stat_loggers or ()), step_logger(self._note_step)]
-        self._llm = start_async_llm(self.settings, stat_loggers)
-        self._processes = engine_processes(self._llm)
+            stat_loggers = [*(stat_loggers or ()), vllm_compat.step_logger(self._note_step)]
+        self._llm = vllm_compat.start_async_llm(self.settings, stat_loggers)
+        self._processes = vllm_compat.engine_processes(self._llm)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
-            self._worker_memory = worker_memory()
+            self._worker_memory = vllm_compat.worker_memory()
         if self.settings.keyed_noise:
             await self.ask_workers("hotbunk_key_noise")
         if self.settings.routes and self.settings.on_cpu:
@@ -202,7 +195,7 @@ class Engine:
         self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
     ) -> AsyncGenerator["RequestOutput", None]:
         """vLLM's own `generate`, with the policy's adapter where there is one; every request goes through here."""
-        options["lora_request"] = options.get("lora_request") or adapter_request(self.adapter)
+        options["lora_request"] = options.get("lora_request") or vllm_compat.adapter_request(self.adapter)
         async with aclosing(self.llm.generate(prompt, params, request_id, **options)) as outputs:
             async for output in outputs:
                 if self.not_finite is None:
@@ -360,7 +353,7 @@ class Engine:
         llm, self._llm = self._llm, None
         self.state.close()
         if llm is not None:
-            stop_async_llm(llm)
+            vllm_compat.stop_async_llm(llm)
             del llm
             gc.collect()  # vLLM's __del__ would otherwise complain at interpreter exit
         left = psutil.wait_procs(self._processes, _ANSWER_SECONDS)[1]

@@ -64,8 +64,7 @@ async def converse(
         calls = agent.parse(chat.answer) if generation.finish_reason == "stop" else []
         last = chat.turns == agent.max_turns
         if calls and not last:
-            async with chat.llm.away():
-                replies = await agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order)
+            replies = await chat.llm.outside(agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order))
             # Names and ids are for the templates that show them, some in nine characters.
             chat.add(
                 [
@@ -115,8 +114,7 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
             if calls == agent.max_turns or left == 0:
                 chat.finish_reason = "max_turns" if left else "length"
                 break
-            async with llm.away():
-                (result,) = await agent.runner.run(agent.tools, [tools.parse_inline(call)], chat.metrics)
+            (result,) = await llm.outside(agent.runner.run(agent.tools, [tools.parse_inline(call)], chat.metrics))
             text = f"{tags.result_start}{result}{tags.result_end}"
             chat.add_ids(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
         return chat.trajectory()
@@ -189,12 +187,10 @@ def environment_rollout(
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         call = agent.runner.call
-        async with llm.away():
-            environment = await call(functools.partial(make or cls, **kwargs))
+        environment = await llm.outside(call(functools.partial(make or cls, **kwargs)))
         own = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
         try:
-            async with llm.away():
-                observation = await call(_asked_for(environment.reset, row))
+            observation = await llm.outside(call(_asked_for(environment.reset, row)))
             chat = _after_reset(llm, observation, agent)
             return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **own}))
         finally:
@@ -209,23 +205,20 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
     cls, turn_rewards = type(environment).__name__, list[float]()
 
     async def turn_reward() -> None:
-        async with chat.llm.away():
-            given = await agent.runner.call(environment.turn_reward)
+        given = await chat.llm.outside(agent.runner.call(environment.turn_reward))
         turn_rewards.append(checked_reward(given, f"{cls}.turn_reward returned, in turn {chat.turns},"))
 
     async def respond(answer: str) -> str | None:
-        async with chat.llm.away():
-            said: str | None = await agent.runner.call(functools.partial(environment.respond, answer))
-        return said
+        call = agent.runner.call(functools.partial(environment.respond, answer))
+        return await chat.llm.outside(call)  # type: ignore[no-any-return]
 
     after_turn = turn_reward if hasattr(environment, "turn_reward") else None
     responding = respond if hasattr(environment, "respond") else None
     await converse(chat, sampling, agent, in_order=True, respond=responding, after_turn=after_turn)
     trajectory, final = chat.trajectory(text=chat.answer), dict[str, float]()
     if (function := getattr(environment, "get_reward", None)) is not None:
-        async with chat.llm.away():
-            asked_for = [trajectory] if inspect.signature(function).parameters else []
-            given = await agent.runner.call(functools.partial(function, *asked_for))
+        asked_for = [trajectory] if inspect.signature(function).parameters else []
+        given = await chat.llm.outside(agent.runner.call(functools.partial(function, *asked_for)))
         said = f"{cls}.get_reward returned"
         if isinstance(given, dict):
             final = {name: checked_reward(value, f"{said} as {name!r}") for name, value in given.items()}

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from generation.engine.images import ImageCountError
 from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from generation.engine.engine import Engine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,11 @@ class PolicyLLM:
                 yield
             finally:
                 await self.room.acquire()
+
+    async def outside(self, work: Awaitable[T]) -> T:
+        """The result of something that is not the engine's, waited for as `away` says."""
+        async with self.away():
+            return await work
 
     def conversation(self, prompt_ids: Sequence[int] | None = None) -> "Conversation":
         """An empty conversation that begins with the row's prompt, or with other ids."""

@@ -258,8 +258,7 @@ class McpTools:
                 return await function(llm, row, sampling)
             finally:
                 self._own.reset(token)
-                async with llm.away():
-                    await _close(sessions)
+                await llm.outside(_close(sessions))
 
         return run
 

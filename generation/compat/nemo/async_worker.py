@@ -9,7 +9,7 @@ from typing import Any
 
 from generation.compat.nemo import batch
 from generation.compat.nemo.batch import BatchedDataDict, Prompts, Responses, Row
-from generation.compat.nemo.config import VllmConfig, counted_gpus, engine_settings, pad_token_id, sampling_settings
+from generation.compat.nemo.config import VllmConfig, counted_gpus, engine_settings, sampling_settings
 from generation.engine.engine import Engine
 from generation.engine.lifecycle import Memory
 from generation.engine.sampling import SamplingSettings, sample_seed
@@ -38,7 +38,7 @@ class VllmAsyncGenerationWorker(Engine):
         """
         super().__init__(engine_settings(config, bundle_indices, seed))
         counted_gpus(config, fraction_of_gpus)
-        self.sampling, self.pad_token_id = sampling_settings(config), pad_token_id(config)
+        self.sampling, self.pad_token_id = sampling_settings(config), batch.pad_token_id(config)
         self.device_ids: list[str] = []  # the device of each worker, known after `post_init_async`
         self.server: OpenAIServer | None = None  # started by `post_init_async` if it was asked to
         self._expose_http_server = config["vllm_cfg"].get("expose_http_server", False)

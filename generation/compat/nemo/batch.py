@@ -38,6 +38,12 @@ class GenerationConfig(TypedDict):
     colocated: NotRequired[ColocatedConfig]
 
 
+def pad_token_id(config: Mapping[str, Any]) -> int:
+    """The id that pads rows: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
+    given = config.get("pad_token_id", config.get("_pad_token_id"))
+    return 0 if given is None else given
+
+
 class GenerationDatumSpec(TypedDict):
     """The batch to generate from."""
 

@@ -189,12 +189,6 @@ def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
     return min(room, tokens * 4 * kv_elements(model.to_dict()))
 
 
-def pad_token_id(config: Mapping[str, Any]) -> int:
-    """The id that pads rows: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
-    given = config.get("pad_token_id", config.get("_pad_token_id"))
-    return 0 if given is None else given
-
-
 def colocated(config: Mapping[str, Any]) -> bool:
     """True if the engine shares its devices with a trainer, and sleeps while that works."""
     return bool((config.get("colocated") or {}).get("enabled", False))

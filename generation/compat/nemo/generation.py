@@ -12,16 +12,7 @@ from generation.compat.load_balancer import EngineLoad, LoadBalancer
 from generation.compat.nemo import batch
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
 from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, Prompts, Responses, Row
-from generation.compat.nemo.config import (
-    VllmConfig,
-    check_config,
-    colocated,
-    counted_gpus,
-    has_tokenizer,
-    on_ray,
-    pad_token_id,
-    replicas,
-)
+from generation.compat.nemo.config import VllmConfig, check_config, colocated, counted_gpus, has_tokenizer, on_ray
 from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.replicas import Actor, join_once
@@ -41,7 +32,7 @@ class _Batches:
     def __init__(self, config: VllmConfig, timeout: float) -> None:
         check_config(config)
         self.config, self.timeout = config, timeout
-        self._pad, self._calls = pad_token_id(config), itertools.count()
+        self._pad, self._calls = batch.pad_token_id(config), itertools.count()
 
     def __enter__(self) -> Self:
         return self
@@ -196,7 +187,7 @@ class VllmGeneration(_Batches, GenerationInterface):
         """Start the engines; `timeout` (s) bounds every wait. ValueError names a key that is missing or cannot be."""
         super().__init__(config, timeout)
         self.workers = []
-        size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
+        size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), config["vllm_cfg"].get("num_replicas", 1)
         leave = join_once(size * count) if on_ray(config) else lambda: None
         self._end = weakref.finalize(self, _stop, self.workers, leave)
 
@@ -204,7 +195,7 @@ class VllmGeneration(_Batches, GenerationInterface):
             self.workers.append(VllmGenerationWorker(config, bundle, timeout=timeout))
 
         with undone_by(self.shutdown):
-            bundles = _bundles(config)
+            bundles = _bundles(size, count, on_ray(config))
             if on_ray(config):
                 with ThreadPoolExecutor(count) as pool:
                     [*pool.map(start, bundles)]
@@ -322,16 +313,15 @@ def _stop(workers: list[VllmGenerationWorker], leave: Callable[[], None]) -> Non
             stack.callback(worker.shutdown)
 
 
-def _bundles(config: VllmConfig) -> Sequence[range | None]:
+def _bundles(size: int, count: int, ray_chooses: bool) -> Sequence[range | None]:
     """Each engine's CUDA devices, or its cores on a machine without any; None where Ray chooses."""
-    size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), replicas(config)
-    kind, available = cluster_room() if on_ray(config) else ("GPU", device_count())
+    kind, available = cluster_room() if ray_chooses else ("GPU", device_count())
     if 0 < available < size * count:
         raise ValueError(
             f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s, here are {available:.0f}: "
             "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"
         )
-    return [None if on_ray(config) else range(number * size, (number + 1) * size) for number in range(count)]
+    return [None if ray_chooses else range(number * size, (number + 1) * size) for number in range(count)]
 
 
 def cluster_room() -> tuple[str, float]:

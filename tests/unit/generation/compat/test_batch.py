@@ -18,14 +18,20 @@ from transformers import AutoConfig
 
 from generation.compat.nemo import config as config_module
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
-from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, padded_output, rows_of, sequence_output
+from generation.compat.nemo.batch import (
+    BatchedDataDict,
+    GenerationInterface,
+    pad_token_id,
+    padded_output,
+    rows_of,
+    sequence_output,
+)
 from generation.compat.nemo.config import (
     VllmConfig,
     check_config,
     configure_generation_config,
     counted_gpus,
     engine_settings,
-    pad_token_id,
     sampling_settings,
 )
 from generation.compat.nemo.generation import VllmGeneration, collected

@@ -224,7 +224,7 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
         started.append(settings)
         raise RuntimeError("started")
 
-    monkeypatch.setattr("generation.engine.engine.start_async_llm", start)
+    monkeypatch.setattr("generation.engine.vllm_compat.start_async_llm", start)
     for name in ("install_signal_handlers", "start_guardian"):
         monkeypatch.setattr(processes, name, lambda *_: None)
     monkeypatch.setattr(processes, "run", lambda job: job())
