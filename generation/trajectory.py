@@ -1,9 +1,7 @@
 """The one record that rollouts produce and the trainer consumes."""
 
 import math
-import struct
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -125,9 +123,8 @@ def checked_reward(value: Any, said: str) -> float:
         number = math.inf
     except (TypeError, ValueError, RuntimeError) as error:  # the last two are of arrays and tensors
         raise ValueError(f"{said} {type(value).__name__}, which is not a number") from error
-    with suppress(OverflowError):  # of a number beyond any float32
-        struct.pack("<f", number)
-        if math.isfinite(number):
+    with np.errstate(over="ignore"):  # of a number beyond any float32
+        if np.isfinite(np.float32(number)):
             return number
     raise ValueError(f"{said} {number}, which is not a finite float32")
 

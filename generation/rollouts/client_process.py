@@ -162,11 +162,12 @@ class _Process:
             raise ClientError(f"{self._program} cannot be started: {error.strerror or error}") from error
         finally:
             theirs.close()
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
 
     async def begin(self) -> None:
         """Wait until it is ready. Raises ClientError."""
-        self._streams = await asyncio.open_connection(sock=self._ours, limit=LONGEST_LINE)
+        self._reader, self._writer = await asyncio.open_connection(sock=self._ours, limit=LONGEST_LINE)
         try:
             async with asyncio.timeout(START_SECONDS):
                 said = await self._line()
@@ -177,9 +178,8 @@ class _Process:
 
     def alive(self) -> bool:
         """True while it runs. It says nothing unasked, as one does that means to answer the next question early."""
-        assert self._streams is not None
-        quiet = not self._streams[0]._buffer  # type: ignore[attr-defined]
-        return quiet and not self._streams[0].at_eof() and not self._ended()
+        quiet = not self._reader._buffer  # type: ignore[attr-defined]
+        return quiet and not self._reader.at_eof() and not self._ended()
 
     def _ended(self) -> bool:
         """Whether it has; it is not reaped before `kill`, so that its number and its group's stay its own."""
@@ -187,23 +187,22 @@ class _Process:
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Its answer. Raises ClientError."""
-        assert self._streams is not None
+        assert self._writer is not None
         name = secrets.token_hex(8)  # which it cannot know before it is asked
         line = json.dumps({"id": name} | question, default=str).encode()
         if len(line) >= LONGEST_LINE:
             raise ClientError(f"the row is larger than {LONGEST_LINE:,} bytes, the most that a client is sent")
         with suppress(ConnectionError):  # which the end of what it says will tell
-            self._streams[1].write(line + b"\n")
-            await self._streams[1].drain()
+            self._writer.write(line + b"\n")
+            await self._writer.drain()
         answer = await self._line()
         if answer.get("id") != name:
             raise ClientError(f"{self._program} answered something that it was not asked")
         return answer
 
     async def _line(self) -> dict[str, Any]:
-        assert self._streams is not None
         try:
-            line = await self._streams[0].readuntil(b"\n")
+            line = await self._reader.readuntil(b"\n")
             said = json.loads(line)
         except asyncio.LimitOverrunError as error:
             raise ClientError(f"{self._program} sent a line of more than {LONGEST_LINE:,} bytes") from error
@@ -241,7 +240,4 @@ class _Process:
                 with suppress(psutil.Error):
                     process.kill()
             self._process.wait()
-        if self._streams is None:
-            self._ours.close()
-        else:
-            self._streams[1].close()
+        (self._writer or self._ours).close()

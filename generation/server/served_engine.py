@@ -154,22 +154,18 @@ class ServedEngine:
 
     def _asked(self, call: Call, prompt: Any) -> Seen:
         """The prompt with exact ids, and its images."""
-        ids = self._prompt_ids(call, prompt)
+        if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
+            raise Refused(400, "prompts are text or token ids; embeddings cannot be trained on")
+        ids, exact = list(prompt["prompt_token_ids"]), call.exact
+        if exact is not None and exact.answer is not None and call.conversation is not None:
+            ids = call.conversation.history.continued(exact, ids)
+        elif exact is not None:
+            ids = exact_prompt(exact, self._tokenizer, ids, self._settings.eos_token_ids)
         if (whole := call.expanded) is None or self._settings.image_rules is None:
             return Seen(ids)
         if prompt["prompt_token_ids"] != whole.ids:
             raise Refused(400, "truncate_prompt_tokens may cut an image in two: leave it out")
-        return whole if call.exact is None else continued(whole, call.exact, ids, self._settings.image_rules)
-
-    def _prompt_ids(self, call: Call, prompt: Any) -> list[int]:
-        if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
-            raise Refused(400, "prompts are text or token ids; embeddings cannot be trained on")
-        ids, exact = list(prompt["prompt_token_ids"]), call.exact
-        if exact is None:
-            return ids
-        if call.conversation is not None and exact.answer is not None:
-            return call.conversation.history.continued(exact, ids)
-        return exact_prompt(exact, self._tokenizer, ids, self._settings.eos_token_ids)
+        return whole if exact is None else continued(whole, exact, ids, self._settings.image_rules)
 
     def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""

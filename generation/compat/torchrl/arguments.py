@@ -95,10 +95,9 @@ def resolve(
     """Settings that `make_async_vllm_engine` starts engines with; ValueError for sizes that contradict each other."""
     if num_devices is not None and tensor_parallel_size not in (None, num_devices):
         raise ValueError(f"tensor_parallel_size must be set to {num_devices}")
-    arguments: dict[str, Any] = {"enforce_eager": not compile} if "compilation_config" not in engine_args else {}
-    arguments |= engine_args
-    arguments |= {"model": model_name, "tensor_parallel_size": tensor_parallel_size or num_devices or 1}
-    return dataclasses.replace(from_arguments(arguments), fp32_head=enable_fp32_output)
+    eager = {} if "compilation_config" in engine_args else {"enforce_eager": not compile}
+    own = {"model": model_name, "tensor_parallel_size": tensor_parallel_size or num_devices or 1}
+    return dataclasses.replace(from_arguments(eager | engine_args | own), fp32_head=enable_fp32_output)
 
 
 def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: bool) -> list[EngineSettings]:

@@ -17,7 +17,7 @@ by `extra_body={"logits_processors": [...]}`; without that all do. Classes of vL
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from generation.importing import importable, load
@@ -74,10 +74,19 @@ def load_factories(additional_config: Any) -> dict[str, Any]:
     return {spec: load(spec) for spec in (additional_config or {}).get(FACTORIES, [])}
 
 
-def processors_of(factories: Mapping[str, Any], params: Any) -> list[Any]:
-    """In a worker: what the factories, or those that the request names, make for a request with these parameters."""
+def processor_of(factories: Mapping[str, Any], params: Any) -> Callable[[list[int], Any], Any] | None:
+    """In a worker: what the factories, or those that the request names, make for a request with these parameters, one
+    after the other; None where no factory wants it.
+    """
     named = (params.extra_args or {}).get(REQUESTED, factories)
-    return [made for spec, factory in factories.items() if spec in named and (made := factory(params)) is not None]
+    chain = [made for spec, factory in factories.items() if spec in named and (made := factory(params)) is not None]
+
+    def apply(output_ids: list[int], logits: Any) -> Any:
+        for processor in chain:
+            logits = processor(output_ids, logits)
+        return logits
+
+    return apply if chain else None
 
 
 def requested(named: Any, arguments: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from generation.engine.logits import load_factories, processors_of
+from generation.engine.logits import load_factories, processor_of
 
 
 class FactoryProcessor(AdapterLogitsProcessor):
@@ -25,13 +25,4 @@ class FactoryProcessor(AdapterLogitsProcessor):
         self, params: SamplingParams
     ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
         """The processors of one request; None where no factory wants it."""
-        chain = processors_of(self._factories, params)
-        if not chain:
-            return None
-
-        def apply(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            for processor in chain:
-                logits = processor(output_ids, logits)
-            return logits
-
-        return apply
+        return processor_of(self._factories, params)

@@ -1,12 +1,13 @@
 """Runs the factories of `logits_processors` in vLLM's second model runner (CUDA), which imports it by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from generation.engine.logits import load_factories, processors_of
+from generation.engine.logits import load_factories, processor_of
 
 
 class FactoryProcessor(LogitsProcessor):
@@ -15,12 +16,12 @@ class FactoryProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._factories = load_factories(vllm_config.additional_config)
         self._states = req_states
-        self._chains: dict[int, list[Any]] = {}
+        self._chains: dict[int, Callable[[list[int], Any], Any] | None] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """True if any factory wants this request; the processors of the slot's former request are dropped."""
-        self._chains[req_idx] = processors_of(self._factories, sampling_params)
-        return bool(self._chains[req_idx])
+        self._chains[req_idx] = processor_of(self._factories, sampling_params)
+        return self._chains[req_idx] is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Change the rows of the requests that have processors; the ids are read from the device for these alone."""
@@ -31,8 +32,5 @@ class FactoryProcessor(LogitsProcessor):
             if chain := self._chains.get(slot):
                 start = int(self._states.prompt_len.np[slot])
                 output_ids = self._states.all_token_ids.gpu[slot, start:end].tolist()
-                changed = logits[row]
-                for processor in chain:
-                    changed = processor(output_ids, changed)
-                logits[row] = changed
+                logits[row] = chain(output_ids, logits[row])
         return logits

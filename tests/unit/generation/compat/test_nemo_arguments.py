@@ -11,14 +11,13 @@ import pytest
 
 from generation.compat.nemo import config as config_module
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
-from generation.compat.nemo.batch import ColocatedConfig, GenerationDatumSpec
+from generation.compat.nemo.batch import ColocatedConfig, GenerationDatumSpec, pad_token_id
 from generation.compat.nemo.config import (
     VllmConfig,
     VllmSpecificArgs,
     engine_settings,
     has_tokenizer,
     on_ray,
-    pad_token_id,
     replicas,
     sampling_settings,
 )
