@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from generation.compat.chatlearn.settings import SAMPLING, check_recipe, read_model_args, read_settings
+from generation.compat.chatlearn.settings import SAMPLING, check_recipe, checked, read_model_args, read_settings
 from generation.engine.devices import first_devices
 from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
@@ -305,11 +305,8 @@ class VLLMModule:
         self._add_request(data, **({"is_eval": self._eval_mode} if known else {}))
 
     def _forward_step(self, data: Mapping[str, Any], iteration: int, eval_mode: bool) -> Any:
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
-            raise ValueError(f"iteration is {iteration!r}, but should be a whole number of at least 0")
-        if not isinstance(eval_mode, bool):
-            raise ValueError(f"eval_mode is {eval_mode!r}, but should be True or False")
-        self._eval_mode = eval_mode
+        checked("iteration", iteration, int, lambda v: v >= 0, "a whole number of at least 0")
+        self._eval_mode = bool(checked("eval_mode", eval_mode, bool, lambda _: True, "True or False"))
         return self.execute_step(data)
 
     def _add_request_internal(self, prompt: Any, input_ids: Any, is_eval: bool = False) -> None:

@@ -177,9 +177,7 @@ def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         value = given.get(prefix + name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
-            raise ValueError(f"{prefix}{name} is {value!r}, but should be {meaning}")
-        fields[name] = value
+        fields[name] = checked(prefix + name, value, int | float, fits, meaning)
     if prefix:
         return fields
     if "prompt_logprobs" in given:
@@ -190,8 +188,7 @@ def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {key: given[key] for key in _ENGINE if key in given}
     share = arguments.get("gpu_memory_utilization", 1)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"gpu_memory_utilization is {share!r}, but should be in (0, 1]")
+    checked("gpu_memory_utilization", share, int | float, lambda v: 0 < v <= 1, "in (0, 1]")
     for key in ("block_size", "max_num_batched_tokens"):  # tokens, both; the page's "16 MB" is a mistake
         if key in given:
             _whole(given, key, 1)
@@ -209,14 +206,17 @@ def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(given: Mapping[str, Any], key: str, lowest: int, default: int | None = None) -> int:
-    value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{key} is {value!r}, but should be a whole number of at least {lowest}")
-    return value
+    return int(
+        checked(key, given.get(key, default), int, lambda v: v >= lowest, f"a whole number of at least {lowest}")
+    )
 
 
 def _flag(given: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = given.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}, but should be true or false")
+    return bool(checked(key, given.get(key, default), bool, lambda _: True, "true or false"))
+
+
+def checked(name: str, value: Any, kind: Any, fits: Callable[[Any], bool], meaning: str) -> Any:
+    """The value. Raises ValueError unless it is of the kind, of which a truth is only where that is bool, and fits."""
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not fits(value):
+        raise ValueError(f"{name} is {value!r}, but should be {meaning}")
     return value
