@@ -206,9 +206,8 @@ def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(given: Mapping[str, Any], key: str, lowest: int, default: int | None = None) -> int:
-    return int(
-        checked(key, given.get(key, default), int, lambda v: v >= lowest, f"a whole number of at least {lowest}")
-    )
+    meaning = f"a whole number of at least {lowest}"
+    return int(checked(key, given.get(key, default), int, lambda v: v >= lowest, meaning))
 
 
 def _flag(given: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -216,7 +215,7 @@ def _flag(given: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def checked(name: str, value: Any, kind: Any, fits: Callable[[Any], bool], meaning: str) -> Any:
-    """The value. Raises ValueError unless it is of the kind, of which a truth is only where that is bool, and fits."""
+    """The value. Raises ValueError unless it is of the kind, a truth being no number, and fits."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not fits(value):
         raise ValueError(f"{name} is {value!r}, but should be {meaning}")
     return value
