@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
+Stream = AsyncGenerator["RequestOutput", None]
+"""The outputs of a request, as they come."""
+
 _ANSWER_SECONDS = 5.0  # in which workers that live answer, and the processes of a dead engine end
 
 
@@ -191,9 +194,7 @@ class Engine:
             answer.add(generations_of(outputs[-1], version)[0])
         return outputs
 
-    async def submit(
-        self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
-    ) -> AsyncGenerator["RequestOutput", None]:
+    async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
         """vLLM's own `generate`, with the policy's adapter where there is one; every request goes through here."""
         options["lora_request"] = options.get("lora_request") or vllm_compat.adapter_request(self.adapter)
         async with aclosing(self.llm.generate(prompt, params, request_id, **options)) as outputs:

@@ -15,19 +15,19 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from generation.engine.devices import device_names
-from generation.engine.engine import Engine, first_not_finite
+from generation.engine.engine import Engine, Stream, first_not_finite
 from generation.engine.lifecycle import EngineLifecycle
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import frontend
 from generation.undoing import undone_by
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
@@ -243,9 +243,7 @@ class ReplicatedEngine(Engine):
         self._calls = [asyncio.ensure_future(call) for call in calls]
         return await asyncio.gather(*self._calls)
 
-    async def submit(
-        self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
-    ) -> AsyncGenerator["RequestOutput", None]:
+    async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
         """See `Engine`; the whole output comes at once."""
         options.pop("lora_request", None)  # a replica knows the adapter that the latest update has brought
         whole = params.clone()

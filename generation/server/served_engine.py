@@ -4,14 +4,14 @@ The parts of vLLM's HTTP server that are private or change between releases (0.3
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from generation.engine.engine import Engine
+from generation.engine.engine import Engine, Stream
 from generation.engine.images import ImageCountError
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.logits import REQUESTED
@@ -74,9 +74,7 @@ class ServedEngine:
             if call.sampling is not None:
                 fill_sampling(request, call.sampling)
 
-    def generate(
-        self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
-    ) -> AsyncGenerator["RequestOutput", None]:
+    def generate(self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any) -> Stream:
         """As vLLM's. An error in a request is raised here and now, before a stream has begun."""
         call = CURRENT.get()
         if call is None:
@@ -89,23 +87,21 @@ class ServedEngine:
         sampled = _Sampled(asked, version, params)
         turnstile = call.conversation.turnstile if call.conversation is not None else None
         if turnstile is None:
-            outputs = self._whole(asked, prompt, params, request_id, options)
+            outputs = self._whole(sampled, prompt, request_id, options)
         else:
             outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), options)
         return self._captured(call, outputs, sampled, first)
 
-    async def _whole(
-        self, asked: Seen, prompt: Mapping[str, Any], params: "SamplingParams", name: str, options: dict[str, Any]
-    ) -> AsyncGenerator["RequestOutput", None]:
+    async def _whole(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, options: dict[str, Any]) -> Stream:
         """The outputs of a request that is not cut."""
-        own = {**prompt, **await self._worker.prompt(asked)}
-        async with aclosing(self._worker.submit(own, params, name, **options)) as outputs:
+        own = {**prompt, **await self._worker.prompt(sampled.asked)}
+        async with aclosing(self._worker.submit(own, sampled.params, name, **options)) as outputs:
             async for output in outputs:
                 yield output
 
     async def _in_slices(
         self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, options: dict[str, Any]
-    ) -> AsyncGenerator["RequestOutput", None]:
+    ) -> Stream:
         """One output, also for a stream, when all of the request's choices have grown to their ends."""
         from vllm.sampling_params import RequestOutputKind
 
@@ -125,9 +121,7 @@ class ServedEngine:
         whole.prompt, whole.outputs, whole.finished = text, [done[index][1] for index in sorted(done)], True
         yield whole
 
-    async def _captured(
-        self, call: Call, outputs: AsyncGenerator["RequestOutput", None], sampled: "_Sampled", first: int
-    ) -> AsyncGenerator["RequestOutput", None]:
+    async def _captured(self, call: Call, outputs: Stream, sampled: "_Sampled", first: int) -> Stream:
         """The outputs as they come, and the generation of each choice that is finished kept."""
         async with aclosing(outputs):
             try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from generation.compat.nemo import batch
-from generation.compat.nemo.batch import BatchedDataDict, Prompts, Responses, Row
+from generation.compat.nemo.batch import Prompts, Responses, Row, Texts
 from generation.compat.nemo.config import VllmConfig, counted_gpus, engine_settings, sampling_settings
 from generation.engine.engine import Engine
 from generation.engine.lifecycle import Memory
@@ -101,9 +101,7 @@ class VllmAsyncGenerationWorker(Engine):
             async for place, completion in answers:
                 yield place, batch.sequence_output(data, rows[place], completion, self.pad_token_id)
 
-    async def generate_text_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+    async def generate_text_async(self, data: Texts, greedy: bool = False) -> AsyncIterator[tuple[int, Texts]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
         `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
         """

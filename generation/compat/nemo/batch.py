@@ -176,6 +176,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
 Prompts = BatchedDataDict[GenerationDatumSpec]
 Responses = BatchedDataDict[GenerationOutputSpec]
+Texts = BatchedDataDict[Any]
 
 
 def _joined(values: Sequence[Any], padding: float) -> Any:
@@ -342,6 +343,6 @@ def sequence_output(data: Prompts, row: Row, completion: Generation, pad_value: 
     return padded_output(Prompts(input_ids=ids, input_lengths=torch.tensor([length])), [completion], pad_value)
 
 
-def text_output(answers: Sequence[tuple[str, str]]) -> BatchedDataDict[Any]:
+def text_output(answers: Sequence[tuple[str, str]]) -> Texts:
     """Responses and errors side by side."""
     return BatchedDataDict(texts=[text for text, _ in answers], errors=[error for _, error in answers])

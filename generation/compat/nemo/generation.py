@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from generation.compat.load_balancer import EngineLoad, LoadBalancer
 from generation.compat.nemo import batch
 from generation.compat.nemo.async_worker import VllmAsyncGenerationWorker
-from generation.compat.nemo.batch import BatchedDataDict, GenerationInterface, Prompts, Responses, Row
+from generation.compat.nemo.batch import GenerationInterface, Prompts, Responses, Row, Texts
 from generation.compat.nemo.config import VllmConfig, check_config, colocated, counted_gpus, has_tokenizer, on_ray
 from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
@@ -61,7 +61,7 @@ class _Batches:
         _, futures = self._begin("answer", batch.rows_of(data, self._pad), greedy)
         return batch.padded_output(data, collected(futures, self.timeout), self._pad)
 
-    def generate_text(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate_text(self, data: Texts, greedy: bool = False) -> Texts:
         """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
         _, futures = self._begin("answer_text", batch.text_rows(data, has_tokenizer(self.config)), greedy)
         return batch.text_output(collected(futures, self.timeout))
@@ -226,9 +226,7 @@ class VllmGeneration(_Batches, GenerationInterface):
                 output["gen_leader_worker_idx"] = [engines[place]]
                 yield place, output
 
-    async def generate_text_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+    async def generate_text_async(self, data: Texts, greedy: bool = False) -> AsyncIterator[tuple[int, Texts]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready."""
         _, futures = self._begin("answer_text", batch.text_rows(data, has_tokenizer(self.config)), greedy)
         async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
