@@ -27,9 +27,8 @@ def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup 
     # A negative length says that what follows is an error, so that no rank is left waiting for the object.
     length = torch.tensor([-len(payload) if problem else len(payload)], dtype=torch.int64)
     dist.broadcast(length, group=group, group_src=src)
-    data = torch.empty(abs(int(length)), dtype=torch.uint8)
-    if payload:
-        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    sent = bytearray(payload or abs(int(length)))
+    data = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=src)
     received = data.numpy().tobytes()
     if int(length) < 0:

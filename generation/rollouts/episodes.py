@@ -188,6 +188,7 @@ class Beginning:
     seen: Mapping[str, Any] = field(default_factory=dict)  # what `EpisodeSetup.seen` gives
 
 
+@dataclass(eq=False)
 class CarriedEpisodes:
     """All groups of one engine that are not trained yet. On the engine's event loop, except what does not wait.
 
@@ -195,18 +196,15 @@ class CarriedEpisodes:
         groups: by place.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        slices: Slices,
-        function: RolloutFunction,
-        tokenizer: "PreTrainedTokenizerBase",
-        group_size: int,
-    ) -> None:
-        self.groups: dict[int, CarriedGroup] = {}
-        self._engine, self._slices, self._function, self._tokenizer = engine, slices, function, tokenizer
-        self._size = group_size
-        self._room = asyncio.Semaphore(engine.settings.max_num_seqs + group_size)  # see `rollout`
+    engine: Engine
+    slices: Slices
+    function: RolloutFunction
+    tokenizer: "PreTrainedTokenizerBase"
+    group_size: int
+    groups: dict[int, CarriedGroup] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._room = asyncio.Semaphore(self.engine.settings.max_num_seqs + self.group_size)  # see `rollout`
         self._turnstiles: dict[tuple[int, int], Turnstile] = {}  # of episodes under way, by place and sample
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -221,11 +219,11 @@ class CarriedEpisodes:
     @property
     def elsewhere(self) -> int:
         """Those of them that are in tools, in their own code, or being scored. For any thread."""
-        return self._slices.elsewhere
+        return self.slices.elsewhere
 
     def complete(self) -> list[int]:
         """The places of groups whose episodes have all ended."""
-        return [place for place, group in self.groups.items() if len(group.done) == self._size]
+        return [place for place, group in self.groups.items() if len(group.done) == self.group_size]
 
     async def slice(self, version: int, new: Sequence[Beginning]) -> list[int]:
         """Let every episode under way grow by a slice, the oldest first, and then begin new groups in the order given.
@@ -233,7 +231,7 @@ class CarriedEpisodes:
         Returns `complete()` when every episode has ended or is parked. The engine's failure, and an error that
         `on_sample` raises, end all episodes.
         """
-        self._engine.state.check_can_generate(version)
+        self.engine.state.check_can_generate(version)
         grown, failed = asyncio.ensure_future(self._grow(version, new)), asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait({grown, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,29 +242,29 @@ class CarriedEpisodes:
             await self.stop()
             raise
         finally:
-            self._slices.close()
+            self.slices.close()
             for task in (grown, failed):
                 task.cancel()
             await asyncio.gather(grown, failed, return_exceptions=True)
 
     async def _grow(self, version: int, new: Sequence[Beginning]) -> list[int]:
-        self._slices.open(version)
+        self.slices.open(version)
         await asyncio.sleep(0)  # those that were parked take their places first
         for beginning in new:
             self.groups[beginning.group.place] = beginning.group
-            for sample in range(self._size):
+            for sample in range(self.group_size):
                 if sample not in beginning.group.done:
                     await self._room.acquire()
                     self._begin(beginning, sample)
-        await self._slices.settled()
+        await self.slices.settled()
         return self.complete()
 
     def _begin(self, beginning: Beginning, sample: int) -> None:
         group, counted = beginning.group, ExitStack()
-        turnstile = counted.enter_context(self._slices.episode(self._room))
+        turnstile = counted.enter_context(self.slices.episode(self._room))
         llm = PolicyLLM(
-            self._engine,
-            self._tokenizer,
+            self.engine,
+            self.tokenizer,
             beginning.settings,
             beginning.prompt_index,
             sample,
@@ -281,7 +279,7 @@ class CarriedEpisodes:
         async def run() -> None:
             """The whole episode, over as many steps as it takes."""
             row, on_sample = dict(beginning.row), beginning.on_sample
-            group.done[sample] = await scored_episode(self._function, llm, row, on_sample, self._room)
+            group.done[sample] = await scored_episode(self.function, llm, row, on_sample, self._room)
 
         def ended(task: asyncio.Task[None]) -> None:
             """Its end is seen: one that was cancelled by its own code is lost, an error is everybody's."""
@@ -310,7 +308,7 @@ class CarriedEpisodes:
     def kept(self) -> list[CarriedGroup]:
         """The groups as they are now, between two slices, for a checkpoint; later slices do not change the copies."""
         copies = {place: replace(group, done=dict(group.done), unfinished={}) for place, group in self.groups.items()}
-        for place, sample, answer in self.parked() if self._function is one_shot else ():
+        for place, sample, answer in self.parked() if self.function is one_shot else ():
             copies[place].unfinished[sample] = replace(answer, opening=0)
         return [copies[place] for place in sorted(copies)]
 

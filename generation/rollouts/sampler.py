@@ -70,13 +70,12 @@ class FnCallRolloutSampler:
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
         """The last output of each conversation; the earlier ones belong to its trajectory all the same."""
         chats = [list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts]
-        results: list[Any] = [None] * len(chats)
-        still_open = list(range(len(chats)))
+        results: dict[int, Any] = dict.fromkeys(range(len(chats)))
+        still_open = list(results)
         for turn in range(self._max_turns):
             chosen = [chats[i] for i in still_open]
             outputs = llm.chat(messages=chosen, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
-            for i, output in zip(still_open, outputs, strict=True):
-                results[i] = output
+            results |= zip(still_open, outputs, strict=True)
             ended = [i for i in still_open if results[i].outputs[0].finish_reason == "stop"]  # not inside a call
             calls = {i: parse_hermes(results[i].outputs[0].text) for i in ended}
             still_open = [i for i in calls if calls[i]]
@@ -87,7 +86,7 @@ class FnCallRolloutSampler:
             for i, texts in zip(still_open, replies, strict=True):
                 chats[i].append({"role": "assistant", "content": results[i].outputs[0].text})
                 chats[i] += [{"role": "tool", "content": text} for text in texts]
-        return results
+        return list(results.values())
 
     async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[Any]]:
         """The replies to every conversation's calls, run at once; errors are replies, too, counted in its metrics."""

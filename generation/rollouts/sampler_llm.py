@@ -182,7 +182,7 @@ class SamplerLLM:
         settings, call = self.settings, self._calls[request.place]
         self._calls[request.place] += 1
         longest = params.max_tokens or self.engine.settings.max_model_len
-        params.max_tokens = response_budget(len(request.token_ids), longest, self.engine.settings.max_model_len)
+        params.max_tokens = response_budget(len(request.seen.ids), longest, self.engine.settings.max_model_len)
         if params.seed is None and params.temperature > 0:
             params.seed = sample_seed(settings.seed, settings.step, *request.place, call)
         output, error = await self._sample(request, params)
@@ -197,7 +197,7 @@ class SamplerLLM:
     async def _sample(self, request: Request, params: "SamplingParams") -> "tuple[RequestOutput, str]":
         """The engine's output, or one without tokens and the reason for it."""
         if params.max_tokens == 0:
-            count, limit = len(request.token_ids), self.engine.settings.max_model_len
+            count, limit = len(request.seen.ids), self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
         try:
@@ -217,7 +217,7 @@ class SamplerLLM:
 
         name = f"{reason}-{next(self._numbers)}"
         none = CompletionOutput(0, "", [], cumulative_logprob=0.0, logprobs=[], finish_reason=reason)
-        return RequestOutput(name, request.text, request.token_ids, None, [none], finished=True)
+        return RequestOutput(name, request.text, request.seen.ids, None, [none], finished=True)
 
 
 def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:

@@ -112,11 +112,6 @@ class Request:
         if self.parent is not None:
             self.parent.continued = True
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt."""
-        return self.seen.ids
-
 
 @dataclass(frozen=True)
 class Prompts:

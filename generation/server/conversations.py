@@ -57,11 +57,6 @@ class ServerSettings:
     body_timeout_s: float = 60.0
     image_rules: ImageRules | None = None
 
-    @property
-    def most_bytes(self) -> int:
-        """Of a request."""
-        return self.max_body_bytes + (3 * self.image_rules.max_bytes if self.image_rules is not None else 0)
-
 
 STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
 """The errors that vLLM raises over requests that its own checks have missed."""

@@ -176,7 +176,8 @@ class Gate:
 
     async def _read(self, request: Request) -> bytes:
         """The whole body. Refused where it is, or is announced to be, too large, and where it takes too long."""
-        limit, seconds = self.settings.most_bytes, self.settings.body_timeout_s
+        seconds, rules = self.settings.body_timeout_s, self.settings.image_rules
+        limit = self.settings.max_body_bytes + (3 * rules.max_bytes if rules is not None else 0)
         announced, body = request.headers.get("content-length", ""), bytearray()
         too_large = Refused(413, f"the request is larger than {limit:,} bytes")
         if announced.isdecimal() and int(announced) > limit:

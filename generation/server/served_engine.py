@@ -87,21 +87,19 @@ class ServedEngine:
         sampled = _Sampled(asked, version, params)
         turnstile = call.conversation.turnstile if call.conversation is not None else None
         if turnstile is None:
-            outputs = self._whole(sampled, prompt, request_id, options)
+            outputs = self._whole(sampled, prompt, request_id, **options)
         else:
-            outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), options)
+            outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), **options)
         return self._captured(call, outputs, sampled, first)
 
-    async def _whole(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, options: dict[str, Any]) -> Stream:
+    async def _whole(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, **options: Any) -> Stream:
         """The outputs of a request that is not cut."""
         own = {**prompt, **await self._worker.prompt(sampled.asked)}
         async with aclosing(self._worker.submit(own, sampled.params, name, **options)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def _in_slices(
-        self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, options: dict[str, Any]
-    ) -> Stream:
+    async def _in_slices(self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, **options: Any) -> Stream:
         """One output, also for a stream, when all of the request's choices have grown to their ends."""
         from vllm.sampling_params import RequestOutputKind
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from generation.engine import Engine
-from generation.engine.engine import WorkerError
+from generation.engine.engine import Engine, WorkerError
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.settings import EngineSettings, check_worker_classes
 from sharding import SHARING_WORKER, WORKER_EXTENSION

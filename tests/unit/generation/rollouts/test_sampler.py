@@ -210,7 +210,7 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     [chat] = prompts.chat_requests([*start.messages, said, {"role": "user", "content": "more"}], None, {})
     for request in (text, ids, chat):
         assert request.parent is answer
-        assert request.token_ids[: len(answer.ids)] == answer.ids
+        assert request.seen.ids[: len(answer.ids)] == answer.ids
     tokenizer = small_tokenizer()
     assert tokenizer.decode(text.token_ids[len(answer.ids) :]) == "<tool>3"
     assert tokenizer.decode(chat.token_ids[len(answer.ids) :]) == "<user>more<assistant>"
