@@ -42,15 +42,7 @@ class EngineThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run a coroutine from another thread. After `timeout` seconds it is cancelled: TimeoutError, naming `what`."""
-        future = self.submit(coroutine)
-        try:
-            return future.result(timeout)
-        except BaseException as error:
-            still_running = not future.done()
-            future.cancel()
-            if isinstance(error, TimeoutError) and still_running:
-                raise TimeoutError(f"{what} did not finish within {timeout:.0f} s") from error
-            raise
+        return waited_for(self.submit(coroutine), timeout, what)
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancel what still runs and stop the loop; a loop that is blocked is left to end with the process."""
@@ -69,6 +61,18 @@ class EngineThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout)
             self.loop.close()
+
+
+def waited_for(future: Future[T], timeout: float, what: str) -> T:
+    """The result of a future. After `timeout` seconds it is cancelled: TimeoutError, naming `what`."""
+    try:
+        return future.result(timeout)
+    except BaseException as error:
+        still_running = not future.done()
+        future.cancel()
+        if isinstance(error, TimeoutError) and still_running:
+            raise TimeoutError(f"{what} did not finish within {timeout:.0f} s") from error
+        raise
 
 
 async def as_ready(calls: Iterable[Awaitable[T]], timeout: float | None = None) -> AsyncGenerator[tuple[int, T], None]:

@@ -19,11 +19,11 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -105,7 +105,7 @@ class ClientProcesses:
             self._end(process)
 
 
-class Copier:
+class Copier(AbstractContextManager["Copier"]):
     """A pipe for a process's output, which a thread copies to a log, up to `LONGEST_LOG`; the rest is dropped."""
 
     def __init__(self, log: Path | None) -> None:
@@ -114,9 +114,6 @@ class Copier:
         self.input, self._tail = os.fdopen(write, "wb"), b""
         self._thread = threading.Thread(target=self._copy, args=(read, log), daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """The process has its own end of the pipe by now, or will not have one."""

@@ -115,15 +115,12 @@ class PolicyLLM:
                 images=images,
                 image_spans=image_spans,
             )
-        except asyncio.CancelledError:  # no matter of vLLM's, whose errors need its import
-            raise
         except ImageCountError as error:  # of the model's files: no other episode would fare better
             self.fatal = ImageCountError(f"prompt {self.prompt_index} of the step: {error}")
             raise self.fatal from None
-        except request_errors():
-            raise
         except Exception as error:
-            self.fatal = error
+            if not isinstance(error, request_errors()):
+                self.fatal = error
             raise
         if generation.finish_reason not in ("stop", "length"):
             raise SamplingError(f"vLLM ended the request with {generation.finish_reason!r}")

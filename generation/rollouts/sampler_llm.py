@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from generation.engine.images import ImageCountError
 from generation.engine.logits import check_request
 from generation.engine.sampling import response_budget, sample_seed, vllm_sampling_params
+from generation.engine.thread import waited_for
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import History, generations_of
 from generation.images import ImageRules
@@ -149,12 +150,7 @@ class SamplerLLM:
         return future
 
     def _wait(self, work: "_Work") -> "list[RequestOutput]":
-        future = self._submit(work)
-        try:
-            return future.result(self._timeout)
-        except TimeoutError as error:
-            future.cancel()
-            raise TimeoutError(f"a call of the sampler did not finish within {self._timeout:.0f} s") from error
+        return waited_for(self._submit(work), self._timeout, "a call of the sampler")
 
     def _params(self, given: Any, count: int) -> "list[SamplingParams]":
         """Copies that ask for what a trajectory needs: the final output only, with log-probabilities and text."""
