@@ -449,10 +449,8 @@ class _Turns:
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
         *self._rendered, after = self._segments(until_answer)
         if not self._rendered:
-            raise ValueError(
-                "the chat template writes no EOS token behind answers, so the exact ids cannot be kept; its rendering "
-                f"ends with {self._text(after)[-80:]!r}"
-            )
+            reason = "the chat template writes no EOS token behind answers, so the exact ids cannot be kept"
+            raise ValueError(f"{reason}; its rendering ends with {self._text(after)[-80:]!r}")
         # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
         pairs = zip(self._rendered[-1], self._segments(whole)[-1], strict=False)
         shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
@@ -496,10 +494,8 @@ class _Turns:
         else:
             found = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
         if len(found) != 1:
-            raise ValueError(
-                "the chat template renders the last answer otherwise when messages follow it, and it cannot be told "
-                f"where it ends: {self._text(answer)[-80:]!r}"
-            )
+            reason = "the chat template renders the last answer otherwise when messages follow it"
+            raise ValueError(f"{reason}, and it cannot be told where it ends: {self._text(answer)[-80:]!r}")
         return places[found[0]]
 
     def _segments(self, ids: Sequence[int]) -> list[list[int]]:
@@ -537,10 +533,9 @@ class _Turns:
         return self._same(turn, segment) or (answers and self._remains(turn, segment))
 
     def _foreign(self, turn: list[int], instead: str) -> ValueError:
-        return ValueError(
-            f"the messages do not belong to the prefix ids: they say {self._text(turn)[-80:]!r} where the ids have "
-            f"{instead}; send the ids of this conversation, or none"
-        )
+        difference = f"they say {self._text(turn)[-80:]!r} where the ids have {instead}"
+        remedy = "send the ids of this conversation, or none"
+        return ValueError(f"the messages do not belong to the prefix ids: {difference}; {remedy}")
 
 
 def _words(text: str) -> Counter[str]:

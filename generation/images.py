@@ -307,9 +307,8 @@ class ImageProcessor:
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, **template)
         if (found := text.count(self.image_token)) != len(images):
-            raise ValueError(
-                f"has {len(images)} images, but {found} placeholders ({self.image_token}) for them in its text"
-            )
+            placeholders = f"{found} placeholders ({self.image_token}) for them in its text"
+            raise ValueError(f"has {len(images)} images, but {placeholders}")
         if images:
             replacements = [self._replacement(image.size) for image in images]
             [text], _ = self._processor.get_text_with_replacements([text], replacements)

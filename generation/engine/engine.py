@@ -276,9 +276,8 @@ class Engine:
         (https://github.com/vllm-project/vllm/pull/46125). It answers False where it could not; that is an error here.
         """
         if not await self._unless_dead(self.llm.reset_prefix_cache()):
-            raise RuntimeError(
-                "vLLM refused to reset its prefix cache: blocks that were computed with old weights are still in use"
-            )
+            reason = "blocks that were computed with old weights are still in use"
+            raise RuntimeError(f"vLLM refused to reset its prefix cache: {reason}")
 
     @asynccontextmanager
     async def update(self, version: int | None = None) -> AsyncIterator[Update]:

@@ -43,10 +43,9 @@ class EngineImages:
             item, tokens = await self._of(image)
             if ids[start : start + length] != tokens:
                 name, (width, height) = image.name or f"image {number}", image.size
-                raise ImageCountError(
-                    f"{name} ({width} x {height} pixels) takes {len(tokens)} tokens in the engine, but {length} in the "
-                    "trainer, or others: both must have the same processor (preprocessor_config.json)"
-                )
+                counts = f"takes {len(tokens)} tokens in the engine, but {length} in the trainer, or others"
+                remedy = "both must have the same processor (preprocessor_config.json)"
+                raise ImageCountError(f"{name} ({width} x {height} pixels) {counts}: {remedy}")
             items.append(item)
         kwargs, hashes = MultiModalKwargsItems({"image": items}), {"image": [image.digest for image in images]}
         places = {"image": [PlaceholderRange(start, length) for start, length in spans]}

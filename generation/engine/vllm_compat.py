@@ -404,10 +404,8 @@ def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
     generator, one draw after the other; on CPU the worker extension mends that.
     """
     if config.speculative_config is not None:
-        raise ValueError(
-            "engine.extra: speculative_config is set, but answers are carried over steps: what is drafted depends on "
-            "where they are cut; leave it out"
-        )
+        reason = "what is drafted depends on where they are cut; leave it out"
+        raise ValueError(f"engine.extra: speculative_config is set, but answers are carried over steps: {reason}")
     if not settings.on_cpu and not config.use_v2_model_runner:
         raise ValueError(
             "answers are carried over steps, which needs vLLM's model runner V2 on CUDA, and this engine would use V1: "

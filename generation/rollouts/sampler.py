@@ -190,15 +190,11 @@ def _trajectory(
         answer, length = _of_output(result, history) if hasattr(result, "outputs") else _of_ids(result, index, history)
     answered = asked.get(answer.chain[0].place, prompt)
     if answered.token_ids != prompt.token_ids:  # samples of one prompt, or of equal ones, may change places
-        raise ValueError(
-            f"the sampler's result {index} answers prompt {answered.prompt_index}, not prompt {prompt.prompt_index}: "
-            "keep the order of the prompts"
-        )
+        swapped = f"answers prompt {answered.prompt_index}, not prompt {prompt.prompt_index}"
+        raise ValueError(f"the sampler's result {index} {swapped}: keep the order of the prompts")
     if wrong := next((a.off_policy for a in answer.chain if a.off_policy), ""):
-        raise ValueError(
-            f"the sampler's result {index} was not sampled as training asks: {wrong}; clone the sampling_params "
-            "that it is given and change only max_tokens, stop and the like"
-        )
+        remedy = "clone the sampling_params that it is given and change only max_tokens, stop and the like"
+        raise ValueError(f"the sampler's result {index} was not sampled as training asks: {wrong}; {remedy}")
     # Where an answer had no room, its prompt was too long to be trained on, too: the trajectory ends before it.
     done = joined(answer.chain if answer.token_ids or answer.parent is None else answer.parent.chain)
     if length is not None:

@@ -138,10 +138,8 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
     if "includes" in given:
         raise ValueError("includes is read from YAML files: give the module the path of one that has it")
     if given.get("use_beam_search"):
-        raise ValueError(
-            "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: set it to false, "
-            "and for evaluation use LLM.beam_search of a plain vllm.LLM"
-        )
+        remedy = "set it to false, and for evaluation use LLM.beam_search of a plain vllm.LLM"
+        raise ValueError(f"use_beam_search: beams are not samples of the policy, and vLLM no longer has them: {remedy}")
     sampling, listed = _sampling(given, ""), given.get("stop_token_list", "")
     for key in ("seq_length", "max_new_tokens"):
         if key not in given:
@@ -149,10 +147,8 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
     total, new = _whole(given, "seq_length", 1), _whole(given, "max_new_tokens", 1)
     limited = _flag(given, "new_token_limit", True)
     if limited and new >= total:
-        raise ValueError(
-            "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0: seq_length - "
-            f"max_new_tokens = {total} - {new}"
-        )
+        needed = "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0"
+        raise ValueError(f"{needed}: seq_length - max_new_tokens = {total} - {new}")
     parts = listed.split(";") if listed else []  # `<EOS>;</s>`
     if not all(parts):
         warnings.warn(f"stop_token_list {listed!r} has an empty entry, which is left out", stacklevel=2)

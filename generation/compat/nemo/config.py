@@ -208,10 +208,9 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
     """GPUs that Ray counts for an engine. ValueError where nothing counts shares of them, or Ray cannot."""
     size = config["vllm_cfg"].get("tensor_parallel_size", 1)
     if fraction_of_gpus != 1.0 and not on_ray(config):
-        raise ValueError(
-            f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs: leave it at 1.0, since the "
-            "share of memory is vllm_cfg.gpu_memory_utilization, or set vllm_cfg.backend to ray"
-        )
+        remedy = "since the share of memory is vllm_cfg.gpu_memory_utilization, or set vllm_cfg.backend to ray"
+        counts = f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs"
+        raise ValueError(f"{counts}: leave it at 1.0, {remedy}")
     if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
         wanted = (
             "1.0, since Ray gives an engine of several GPUs whole ones" if size > 1 else "more than 0, and 1 at most"

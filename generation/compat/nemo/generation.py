@@ -315,10 +315,9 @@ def _bundles(size: int, count: int, ray_chooses: bool) -> Sequence[range | None]
     """Each engine's CUDA devices, or its cores on a machine without any; None where Ray chooses."""
     kind, available = cluster_room() if ray_chooses else ("GPU", device_count())
     if 0 < available < size * count:
-        raise ValueError(
-            f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s, here are {available:.0f}: "
-            "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"
-        )
+        needed = f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s"
+        remedy = "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"
+        raise ValueError(f"{needed}, here are {available:.0f}: {remedy}")
     return [None if ray_chooses else range(number * size, (number + 1) * size) for number in range(count)]
 
 

@@ -123,10 +123,9 @@ def _is_class_for(spec: str, v2: bool) -> bool:
         if base is not None and isinstance(found, type) and issubclass(found, base):
             if kind is v2:
                 return True
-            raise ValueError(
-                f"{spec!r} is written for vLLM's model runner V{1 + kind}, but this engine runs "
-                f"V{1 + v2}: derive it from {kinds[v2].__module__}.LogitsProcessor, or name a factory, which suits both"
-            )
+            remedy = f"derive it from {kinds[v2].__module__}.LogitsProcessor, or name a factory, which suits both"
+            other = f"is written for vLLM's model runner V{1 + kind}, but this engine runs V{1 + v2}"
+            raise ValueError(f"{spec!r} {other}: {remedy}")
     if not callable(found):
         raise ValueError(f"{spec!r} is neither a class of processors nor a function that makes one")
     return False
