@@ -68,13 +68,7 @@ def gather_answers(own: Sequence[Trajectory], details: bool = False, version: in
         parts = [(t.reward_parts, t.vote) for t in own] if details else []
         old = {index: count for index, t in enumerate(own) if (count := sum(t.loss_mask[: old_tokens(t, version)]))}
         packed = msgspec.msgpack.encode((rows, turns, old, parts))
-    answers = []
-    for who, told in enumerate(send_to_all(packed)):
-        rows, turns, old, parts = msgspec.msgpack.decode(
-            told, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
-        )
-        here = own if who == rank() else None
-        answers += _decoded(who, here, rows=rows, turns=turns, old=old, parts=parts)
+    answers = [answer for who, told in enumerate(send_to_all(packed)) for answer in _decoded(who, told, own)]
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
     for name in ("error", "misjudged"):
         if first := next((a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None):
@@ -115,43 +109,22 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     return *place, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
 
 
-def _decoded(
-    who: int,
-    own: Sequence[Trajectory] | None,
-    *,
-    rows: bytes,
-    turns: dict[int, list[float]],
-    old: dict[int, int],
-    parts: list[tuple[dict[str, float], str | None]],
-) -> list[Answer]:
-    """One rank's answers; `own`: this rank's trajectories, if they are its own."""
-    answers = []
-    for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
-        prompt, sample, reward, length, sampled, count, runs, flags = row
-        trajectory = own[index] if own is not None else None
-        afar = f"an error on rank {who}"
+def _decoded(who: int, told: bytes, own: Sequence[Trajectory]) -> list[Answer]:
+    """The answers of one rank; `own`: the trajectories of this one."""
+    rows, turns, old, parts = msgspec.msgpack.decode(
+        told, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
+    )
+    answers, afar = [], f"an error on rank {who}"
+    for index, (*numbers, flags) in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):  # in the order of the fields
+        trajectory = own[index] if who == rank() else None
         error = (trajectory.error if trajectory else afar) if flags & _FAILED else ""
         misjudged = (trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else ""
-        given, vote = parts[index] if parts else ({}, None)
+        cut, begins = bool(flags & _CUT), bool(flags & _FIRST)
         answer = Answer(
-            rank=who,
-            prompt_index=prompt,
-            sample_index=sample,
-            reward=reward,
-            length=length,
-            sampled=sampled,
-            turns=count,
-            runs=runs,
-            cut=bool(flags & _CUT),
-            begins=bool(flags & _FIRST),
-            misjudged=misjudged,
-            error=error,
-            turn_rewards=turns.get(index, []),
-            old=old.get(index, 0),
-            trajectory=trajectory,
-            reward_parts=given,
-            vote=vote,
+            who, *numbers, cut, begins, misjudged, error, turns.get(index, []), old.get(index, 0), trajectory
         )
+        if parts:
+            answer.reward_parts, answer.vote = parts[index]
         answers.append(answer)
     return answers
 
