@@ -49,20 +49,14 @@ def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
     groups: list[list[int]] = []
     room: list[int] = []
     for index in _longest_first(lengths):
-        fitting = next(
-            (
-                number
-                for number, left in enumerate(room)
-                if lengths[index] <= left
-                and (len(groups[number]) + 1) * lengths[groups[number][0]] <= TABLE * token_budget
-            ),
-            len(groups),
-        )
+        length, most = lengths[index], TABLE * token_budget
+        able = (n for n, own in enumerate(groups) if length <= room[n] and (len(own) + 1) * lengths[own[0]] <= most)
+        fitting = next(able, len(groups))
         if fitting == len(groups):
             groups.append([])
             room.append(token_budget)
         groups[fitting].append(index)
-        room[fitting] -= lengths[index]
+        room[fitting] -= length
     return groups
 
 

@@ -92,11 +92,8 @@ def _client_function(config: TrainConfig, start_server: StartServer | None) -> C
 
     if not isinstance(own := named.verifiers or named.client, ProcessesConfig):
         found = _checked("rollout.client", lambda: load(str(own)))
-        client, seconds = (
-            functools.partial(found, **named.kwargs) if named.kwargs else found,
-            config.run.step_deadline_s,
-        )
-        return _checked("rollout.client", lambda: ClientRollout(client, serve, seconds))
+        client = functools.partial(found, **named.kwargs) if named.kwargs else found
+        return _checked("rollout.client", lambda: ClientRollout(client, serve, config.run.step_deadline_s))
     if isinstance(own, VerifiersConfig):
         key, command = "rollout.verifiers.python", verifiers.command(own.model_dump(), log)
     else:

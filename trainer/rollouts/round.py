@@ -1,6 +1,6 @@
 """A round of sampling, as it travels between ranks, goes into the journal of answers and into checkpoints."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from generation.engine.lifecycle import EngineStateError
+from generation.images import Image
 from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory, array, plain
 from sharding.ranks import is_main
@@ -157,32 +158,19 @@ def check_version(rounds: Sequence[Round], version: int, lag: int, cut: bool) ->
             )
 
 
-def _trajectories(rounds: Iterable[Round]) -> list[Trajectory]:
-    """All of them, those of groups that go on included."""
-    return [
-        trajectory
-        for each in rounds
-        for trajectory in chain(
-            each.trajectories,
-            each.untrained,
-            (done for group in each.groups for episode in group.done.values() for done in episode),
-        )
-    ]
+def _with_files(rounds: Iterable[Round], file_of: Callable[[Image], bytes]) -> list[Round]:
+    """The same rounds, groups that go on included, with other files of images."""
 
-
-def _without_images(rounds: Iterable[Round]) -> list[Round]:
-    def bare(trajectories: list[Trajectory]) -> list[Trajectory]:
-        return [replace(t, images=tuple(replace(image, data=b"") for image in t.images)) for t in trajectories]
+    def changed(trajectories: list[Trajectory]) -> list[Trajectory]:
+        images = [tuple(replace(image, data=file_of(image)) for image in t.images) for t in trajectories]
+        return [replace(t, images=own) if own else t for t, own in zip(trajectories, images, strict=True)]
 
     return [
         replace(
             each,
-            trajectories=bare(each.trajectories),
-            untrained=bare(each.untrained),
-            groups=[
-                replace(group, done={sample: bare(done) for sample, done in group.done.items()})
-                for group in each.groups
-            ],
+            trajectories=changed(each.trajectories),
+            untrained=changed(each.untrained),
+            groups=[replace(group, done={n: changed(done) for n, done in group.done.items()}) for group in each.groups],
         )
         for each in rounds
     ]
@@ -190,16 +178,19 @@ def _without_images(rounds: Iterable[Round]) -> list[Round]:
 
 def packed(rounds: Sequence[Round]) -> bytes:
     """The rounds as msgpack, with the file of each image once."""
-    images = {image.digest: image.data for t in _trajectories(rounds) for image in t.images}
-    return msgspec.msgpack.encode((_without_images(rounds) if images else rounds, images), enc_hook=plain)
+    images: dict[str, bytes] = {}
+
+    def taken_out(image: Image) -> bytes:
+        images[image.digest] = image.data
+        return b""
+
+    return msgspec.msgpack.encode((_with_files(rounds, taken_out), images), enc_hook=plain)
 
 
 def unpacked(data: bytes) -> list[Round]:
     """The rounds that `packed` gave. Raises msgspec.DecodeError, a ValueError."""
     rounds, images = msgspec.msgpack.decode(data, type=tuple[list[Round], dict[str, bytes]], dec_hook=array)
-    for trajectory in _trajectories(rounds) if images else ():
-        trajectory.images = tuple(replace(image, data=images[image.digest]) for image in trajectory.images)
-    return rounds
+    return _with_files(rounds, lambda image: images[image.digest])
 
 
 def read_rounds(checkpoint: Path) -> list[list[Round]]:

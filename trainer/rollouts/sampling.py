@@ -1,12 +1,8 @@
 """The source of answers of a rank whose crew has engines: what an order asks for is sampled on them, and scored."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import numpy
-import torch
 
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import RolloutSettings
@@ -18,6 +14,7 @@ from trainer.learning.dynamic import StepSampling
 from trainer.rollouts.carried import CarriedPool
 from trainer.rollouts.pool import Pool, Terms
 from trainer.rollouts.round import Order, Round, packed, sampled_round
+from trainer.run.checkpoint import random_states, restore_random_states
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,8 @@ class Sampling:
     def _round(self, order: Order, position: int, count: int, seed: int) -> Round:
         """The answers to `count` prompts, the next of which is at `position`; or, where answers are cut, as many."""
         config = self._config
-        settings = RolloutSettings(
-            config.algorithm.group_size,
-            self._sampling,
-            order.version,
-            seed=seed,
-            step=order.step,
-            chat_template_kwargs=config.data.chat_template_kwargs,
-        )
+        size, extra = config.algorithm.group_size, config.data.chat_template_kwargs
+        settings = RolloutSettings(size, self._sampling, order.version, seed, order.step, chat_template_kwargs=extra)
         deadline, details = config.run.first_step_deadline_s, config.algorithm.rewards_apart
         terms = Terms(deadline, self._give_up, details, self._lengths)
         if self._carried is not None:
@@ -166,11 +157,8 @@ def random_states_kept() -> Iterator[None]:
 
     Samples have seeds of their own; this is about tools, environments and rewards that use those generators.
     """
-    python, numbers = random.getstate(), numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    states = random_states()
     try:
-        with torch.random.fork_rng(devices):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
+        restore_random_states(states, "the process")
