@@ -121,9 +121,7 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
     if kind == "DEEPSPEED":
         section = config.deepspeed_config
         zero = DeepSpeedPlugin(
-            zero_stage=section.get("zero_stage"),
-            gradient_clipping=section.get("gradient_clipping"),
-            offload_optimizer_device=section.get("offload_optimizer_device"),
+            **{key: section.get(key) for key in ("zero_stage", "gradient_clipping", "offload_optimizer_device")}
         )
         if zero.zero_stage not in (1, 2, 3):
             raise ValueError(f"zero_stage is {zero.zero_stage}, but policy.zero_stage is 1, 2 or 3")

@@ -24,12 +24,11 @@ from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, freeze
 from trainer.policy import hf_format
-from trainer.policy.fsdp import MOMENTS
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offloadable
-from trainer.policy.optimizer import Figures, Updates, decay_groups
+from trainer.policy.optimizer import MOMENTS, Figures, Updates, decay_groups, state_of_no_steps
 from trainer.policy.routing import Routing, asked_routers
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
@@ -204,10 +203,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         zero = self.engine.optimizer
         held = [p for group in zero.optimizer.param_groups for p in group["params"]]
         for partition in zero.fp32_partitioned_groups_flat if self.zero_3 else held:
-            zero.optimizer.state[partition] = {
-                "step": torch.zeros((), dtype=torch.float32, device=partition.device),
-                **{key: torch.zeros_like(partition, requires_grad=False) for key in MOMENTS},
-            }
+            zero.optimizer.state[partition] = state_of_no_steps(partition)
         if not self.zero_3:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()

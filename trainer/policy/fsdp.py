@@ -25,11 +25,10 @@ from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
-from trainer.policy.optimizer import Figures, Updates, make_adamw
+from trainer.policy.optimizer import MOMENTS, Figures, Updates, make_adamw
 from trainer.policy.routing import Routing, asked_routers
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Result = TypeVar("Result")
 
 
@@ -91,14 +90,10 @@ class ShardedModel(Offloadable):
         With adapters, the base comes from `model.path` again. AdamW's own step count is `version`, and the learning
         rate a function of it and of the run's step, so neither is kept.
         """
-        parameters = self.trained()
-        moments: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            state = self.optimizer.state[parameter]
-            moments |= {f"{name}.{key}": state[key] for key in MOMENTS}
+        model, states = self.trained(), self.optimizer.state
         return {
-            "model": {name: parameter.detach() for name, parameter in parameters.items()},
-            "optimizer": moments,
+            "model": {name: parameter.detach() for name, parameter in model.items()},
+            "optimizer": {f"{name}.{key}": states[p][key] for name, p in model.items() for key in MOMENTS},
             "counters": self.updates.counters(),
         }
 

@@ -23,7 +23,38 @@ if TYPE_CHECKING:
     from trainer.policy.vision import Vision
 
 
-class PolicyModule(nn.Module):
+class SeeingTrunk(nn.Module):
+    """A Transformers model of which the hidden states are read, and the operations that it has computed so far."""
+
+    def __init__(self, model: PreTrainedModel, vision: "Vision | None" = None) -> None:
+        """`vision`: of a model that sees."""
+        super().__init__()
+        self.model, self.vision = model, vision
+        self.work = Work(sizes_of(model, vision))
+
+    def states_of(
+        self, inputs: Tensor, states: Tensor, packing: dict[str, Any], seen: dict[str, Any] | None = None
+    ) -> Tensor:
+        """The hidden states [K, H] from which targets are predicted.
+
+        Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 positions in them,
+        flattened. `packing` holds arguments that keep the sequences of a row apart; it is empty where each has a row;
+        `seen` are the images of a trunk that sees (`Vision.inputs`).
+        Raises UserError where the trunk's layers cannot keep them apart.
+        """
+        trunk: PreTrainedModel = self.model.base_model
+        if packing:
+            require_packing(trunk)
+        if seen is None or self.vision is None:
+            every = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
+        else:
+            every = self.vision.hidden(inputs, seen, packing)
+        hidden = every.flatten(0, 1).index_select(0, states)
+        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), seen["patches"] if seen else 0)
+        return hidden
+
+
+class PolicyModule(SeeingTrunk):
     """A causal language model whose forward gives log-probabilities instead of logits.
 
     Its output head is called with hidden states and targets, and returns `target_logprobs` of them. It is a call, so
@@ -39,9 +70,8 @@ class PolicyModule(nn.Module):
         routing: Routing | None = None,  # the model's routers, if it is a mixture
         vision: "Vision | None" = None,  # of a model that sees
     ) -> None:
-        super().__init__()
-        self.model, self.routing, self.vision = model, routing, vision
-        self.work = Work(sizes_of(model, vision))  # the operations it has computed so far
+        super().__init__(model, vision)
+        self.routing = routing
         _return_logprobs(model.get_output_embeddings(), fp32_head)
         self.value_head: nn.Linear | None = None  # None: another model has the values, or none is asked for
         if value_head:
@@ -60,10 +90,9 @@ class PolicyModule(nn.Module):
         """Log-probabilities and entropy of K targets, [K] float32, nats; with a value head also the values.
 
         The output head, by far the largest matrix, runs only on positions whose target counts. Targets are [K] int64,
-        the other arguments as in `target_states`.
+        the other arguments as in `states_of`.
         """
-        hidden = target_states(self.model.base_model, inputs, states, packing, seen, self.vision)
-        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), seen["patches"] if seen else 0)
+        hidden = self.states_of(inputs, states, packing, seen)
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, targets, temperature)
         return found if self.value_head is None else (*found, values_of(hidden, self.value_head))
 
@@ -105,50 +134,21 @@ class AutoValueModel:
         return cast(PreTrainedModel, model)
 
 
-class ValueModule(nn.Module):
-    """A critic: a trunk and a head for the expected return of the state in which a target is sampled."""
+class ValueModule(SeeingTrunk):
+    """A critic: a trunk and a head for the expected return of the state in which a target is sampled.
 
-    def __init__(self, model: PreTrainedModel, vision: "Vision | None" = None) -> None:
-        """`model`: made by `AutoValueModel`, with one label, as reward models are."""
-        super().__init__()
-        self.model, self.vision = model, vision
-        self.work = Work(sizes_of(model, vision))
+    Its model is made by `AutoValueModel`, with one label, as reward models are.
+    """
 
     def forward(
         self, inputs: Tensor, states: Tensor, packing: dict[str, Any], seen: dict[str, Any] | None = None
     ) -> Tensor:
-        """Values [K] float32; arguments as in `target_states`."""
-        hidden = target_states(self.model.base_model, inputs, states, packing, seen, self.vision)
-        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), seen["patches"] if seen else 0)
-        return values_of(hidden, self.model.score)
-
-
-def target_states(
-    trunk: PreTrainedModel,
-    inputs: Tensor,
-    states: Tensor,
-    packing: dict[str, Any],
-    seen: dict[str, Any] | None = None,
-    vision: "Vision | None" = None,
-) -> Tensor:
-    """The hidden states [K, H] from which targets are predicted, by a Transformers model without a head.
-
-    Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 positions in them,
-    flattened. `packing` holds arguments that keep the sequences of a row apart; it is empty where each has a row;
-    `seen` are the images of a trunk that sees (`Vision.inputs`).
-    Raises UserError where the trunk's layers cannot keep them apart.
-    """
-    if packing:
-        require_packing(trunk)
-    if seen is None or vision is None:
-        hidden = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
-    else:
-        hidden = vision.hidden(inputs, seen, packing)
-    return hidden.flatten(0, 1).index_select(0, states)
+        """Values [K] float32; arguments as in `states_of`."""
+        return values_of(self.states_of(inputs, states, packing, seen), self.model.score)
 
 
 def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-    """A micro-batch's inputs and packing, as `target_states` takes them."""
+    """A micro-batch's inputs and packing, as `states_of` takes them."""
     pack = batch.layout.pack
     if pack is None:
         return batch.input_ids[:, :-1], {}

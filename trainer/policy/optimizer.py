@@ -11,6 +11,9 @@ from sharding.send.source import whole_shape
 from trainer.config.schema import PolicyConfig
 from trainer.types import MicroBatch, UpdateStats
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter, beside its steps."""
+
 
 def learning_rate_factor(
     applied: int, place: float, warmup: int, total: int, schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -42,11 +45,14 @@ def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.
     """
     groups = decay_groups(parameters, settings.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-    for parameter in parameters:
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": step, **moments}
+    optimizer.state.update({parameter: state_of_no_steps(parameter) for parameter in parameters})
     return optimizer
+
+
+def state_of_no_steps(parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's of a parameter, or of a part of one."""
+    moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
