@@ -110,7 +110,10 @@ class ShardingManager:
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
         with self._timed("sync"):
             self._sync()
-        probe = self._probe(policy)
+        probe: Probe | None = None
+        if self._update.settings.verify != "off" and not self.report.verified:  # the engine keeps another layout
+            with self._timed("verify"):
+                probe = draw_probe(policy, vocabulary_of(self._update.parameters, self._adapter))
         self._make_room(policy, weights=True)
         with self._timed("wake"):
             self._lead("waking the KV cache", lambda engine: engine.wake(["kv_cache"]))
@@ -240,13 +243,6 @@ class ShardingManager:
         self.report.unreplayable = {name: why for weights in known for name, why in weights.items()} if known else None
         left_out = [set(outcome.get("left_out", [])) for outcome in outcomes]
         self.report.left_out = sorted(set.intersection(*left_out)) if left_out else []
-
-    def _probe(self, policy: VersionedPolicy) -> Probe | None:
-        """Where the engine keeps its weights in a layout of its own, and they are to be verified."""
-        if self._update.settings.verify == "off" or self.report.verified:
-            return None
-        with self._timed("verify"):
-            return draw_probe(policy, vocabulary_of(self._update.parameters, self._adapter))
 
 
 def _raise_if_dead(calls: "list[Future[Any]]") -> None:

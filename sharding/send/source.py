@@ -362,11 +362,9 @@ class MergingWeightSource(FsdpWeightSource):
 
 def gathered(tensor: Any) -> torch.Tensor:
     """The whole of a small parameter on every rank, in its own dtype. Collective."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach()
     shape, group = whole_shape(tensor), shard_group(tensor)
-    if group is None:
-        return (partition(tensor)[: shape.numel()].view(shape) if hasattr(tensor, "ds_tensor") else tensor).detach()
+    if group is None or isinstance(tensor, DTensor):
+        return _whole(tensor).detach().view(shape)
     own = partition(tensor)
     whole = torch.empty(own.numel() * dist.get_world_size(group), dtype=own.dtype, device=own.device)
     all_gather(whole, own, group=group)

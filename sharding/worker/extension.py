@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ READERS = {"staged": StagedBuckets, "storage": StorageBuckets}
 Outcome = dict[str, Any]
 """The result of a method: plain types, "error" (None or a sentence that names the worker) among them."""
 
+P = ParamSpec("P")
 _REMEDY = "so the trainer cannot compute with it: set sync.way to staged"
 
 
@@ -89,6 +91,25 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
     return runs
 
 
+def _never_raising(method: Callable[P, Outcome | None]) -> Callable[P, Outcome]:
+    """A method of a worker that returns an `Outcome` in any case, with the fields that it gives itself.
+
+    When one of several workers raises, vLLM's executor takes the others' answers for those of the next call
+    (vllm/v1/executor/multiproc_executor.py, collective_rpc).
+    """
+
+    @wraps(method)
+    def outcome(*arguments: P.args, **named: P.kwargs) -> Outcome:
+        worker: Any = arguments[0]
+        try:
+            fields = method(*arguments, **named)
+        except Exception as error:
+            return worker._hotbunk_outcome(f"{type(error).__name__}: {error}")  # type: ignore[no-any-return]
+        return worker._hotbunk_outcome(None, **(fields or {}))  # type: ignore[no-any-return]
+
+    return outcome
+
+
 class VllmInternalWorkerExtension:
     """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which is asserted there
     (vllm/v1/worker/worker_base.py, init_worker). Those that return an `Outcome` never raise.
@@ -132,70 +153,51 @@ class VllmInternalWorkerExtension:
             self.hotbunk_rank.call_for_weights()
         return self._hotbunk_receive(self.hotbunk_rank)
 
+    @_never_raising
     def hotbunk_share_weights(self) -> Outcome:
         """Let the trainer compute with this model's parameters, after an update that was recorded.
         `handle` and `places`: see `SharedWeights`.
         """
+        if self.hotbunk_shared is None:
+            self.hotbunk_shared = SharedWeights(self.get_model(), self.hotbunk_recording, self.device)  # type: ignore[attr-defined]
+        return {"handle": self.hotbunk_shared.handle, "places": self.hotbunk_shared.places}
 
-        def share() -> None:
-            if self.hotbunk_shared is None:
-                self.hotbunk_shared = SharedWeights(self.get_model(), self.hotbunk_recording, self.device)  # type: ignore[attr-defined]
-
-        outcome = self._hotbunk_try(share)
-        shared = self.hotbunk_shared
-        return outcome if shared is None else outcome | {"handle": shared.handle, "places": shared.places}
-
-    def hotbunk_record_routes(self) -> Outcome:
+    @_never_raising
+    def hotbunk_record_routes(self) -> None:
         """From now on keep the routes of a mixture's tokens; on CPU."""
+        from sharding.worker.cpu import RouteRecorder
 
-        def record() -> None:
-            from sharding.worker.cpu import RouteRecorder
+        self.hotbunk_routes = RouteRecorder(self.model_runner, self.get_model())  # type: ignore[attr-defined]
 
-            self.hotbunk_routes = RouteRecorder(self.model_runner, self.get_model())  # type: ignore[attr-defined]
-
-        return self._hotbunk_try(record)
-
+    @_never_raising
     def hotbunk_take_routes(self, request: str) -> Outcome:
         """`routes`: see `RouteRecorder.take`; of the group's first worker only, since all have the same.
         `format`: layers, experts of a token in each, dtype.
         """
-        found: Outcome = {}
+        assert self.hotbunk_routes is not None, "routes are not recorded"
+        rows = self.hotbunk_routes.take(request)
+        return {"routes": rows if self.rank == 0 else b"", "format": self.hotbunk_routes.format}  # type: ignore[attr-defined]
 
-        def take() -> None:
-            assert self.hotbunk_routes is not None, "routes are not recorded"
-            rows = self.hotbunk_routes.take(request)
-            found["routes"] = rows if self.rank == 0 else b""  # type: ignore[attr-defined]
-            found["format"] = self.hotbunk_routes.format
-
-        return self._hotbunk_try(take) | found
-
-    def prepare_refit_info(self, info: Manifest) -> Outcome:
+    @_never_raising
+    def prepare_refit_info(self, info: Manifest) -> None:
         """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
+        if info:
+            check_manifest(info, None, engine_dtype(self))
+        self.hotbunk_promised = info or None
 
-        def promise() -> None:
-            if info:
-                check_manifest(info, None, engine_dtype(self))
-            self.hotbunk_promised = info or None
-
-        return self._hotbunk_try(promise)
-
+    @_never_raising
     def init_collective(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int = 1, timeout_s: float = 300.0
-    ) -> Outcome:
+    ) -> None:
         """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Returns when all members have.
         Joining a group that this worker is in already changes nothing; joining another one leaves the first.
         `rank_prefix`: workers of the engines before this one. Workers stand behind the trainer's members: rank =
         `train_world_size` + `rank_prefix` + rank in the engine.
         """
-
-        def join() -> None:
-            place = Place(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
-            if self.hotbunk_membership is not None and self.hotbunk_membership.stands(place):
-                return
+        place = Place(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
+        if self.hotbunk_membership is None or not self.hotbunk_membership.stands(place):
             self._hotbunk_leave()
             self.hotbunk_membership = Membership(place, self.device, self.report_device_id(), timeout_s)  # type: ignore[attr-defined]
-
-        return self._hotbunk_try(join)
 
     def check_collective_ready(self) -> bool:
         """True if this worker is in a complete group. Never raises."""
@@ -228,14 +230,14 @@ class VllmInternalWorkerExtension:
 
     check_nccl_group_ready = check_collective_ready
 
+    @_never_raising
+    @torch.no_grad()
     def update_weight(self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0) -> Outcome:
         """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: how many are still to come.
         The first begins an update of all weights of the model; an error ends it.
         """
         left: list[str] = []
-
-        @torch.no_grad()
-        def take() -> None:
+        try:
             joined = self.hotbunk_joining.result(timeout_s) if self.hotbunk_joining else {"error": None}
             if self.hotbunk_membership is None:
                 raise RuntimeError(joined["error"] or "Weight update group not initialized")
@@ -246,15 +248,14 @@ class VllmInternalWorkerExtension:
                 loader.load([(name, weight)])
             except SyncError as error:
                 raise SyncError(f"{error}; still to come: {first_names(loader.arrivals.missing())}") from error
-            left.extend(loader.arrivals.missing())
+            left = loader.arrivals.missing()
             if not left:
                 loader.finish()
             self.hotbunk_recording = loader.recording
-
-        outcome = self._hotbunk_try(take)
-        if not left:
-            self._hotbunk_end_by_weight()
-        return outcome | {"left": len(left)}
+        finally:
+            if not left:
+                self._hotbunk_end_by_weight()
+        return {"left": len(left)}
 
     def _hotbunk_begin_by_weight(self) -> WeightLoader:
         model, config = self.get_model(), self.vllm_config  # type: ignore[attr-defined]
@@ -267,9 +268,10 @@ class VllmInternalWorkerExtension:
             self.hotbunk_by_weight.abort()  # nothing to give up after `finish`
         self.hotbunk_by_weight = None
 
-    def close_collective(self) -> Outcome:
+    @_never_raising
+    def close_collective(self) -> None:
         """Leave the group, if this worker is in one."""
-        return self._hotbunk_try(self._hotbunk_leave)
+        self._hotbunk_leave()
 
     def load_weights_from_storage(
         self, storage_path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
@@ -281,16 +283,12 @@ class VllmInternalWorkerExtension:
         device: torch.device = self.device  # type: ignore[attr-defined]
         return self._hotbunk_receive(StorageCarrier(storage_path, device, timeout_s, verify, num_threads))
 
+    @_never_raising
     def hotbunk_model_metadata(self) -> Outcome:
         """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
         As the latest update brought it; before the first one, as the checkpoint has it.
         """
-        found: Manifest = {}
-
-        def look() -> None:
-            found.update(self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config))  # type: ignore[attr-defined]
-
-        return self._hotbunk_try(look) | {"weights": found}
+        return {"weights": self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config)}  # type: ignore[attr-defined]
 
     def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
         self._hotbunk_end_by_weight()
@@ -309,24 +307,15 @@ class VllmInternalWorkerExtension:
         if membership is not None:
             membership.leave()
 
-    def _hotbunk_try(self, action: Callable[[], None]) -> Outcome:
-        """Never raises: when one of several workers does, vLLM's executor takes the others' answers for those of the
-        next call (vllm/v1/executor/multiproc_executor.py, collective_rpc).
-        """
-        try:
-            action()
-        except Exception as error:
-            return self._hotbunk_outcome(f"{type(error).__name__}: {error}")
-        return self._hotbunk_outcome(None)
-
     def _hotbunk_outcome(self, error: str | None, **fields: Any) -> Outcome:
         rank = self.rank  # type: ignore[attr-defined]
         where = f"worker {rank} on {self.report_device_id()} (pid {os.getpid()})"
         return {"error": error and f"{where}: {error}", "rank": rank, **fields}
 
-    def hotbunk_key_noise(self) -> Outcome:
+    @_never_raising
+    def hotbunk_key_noise(self) -> None:
         """From now on, sample with noise that depends on a request's seed and on the position alone."""
-        return self._hotbunk_try(lambda: key_noise(self.model_runner))  # type: ignore[attr-defined]
+        key_noise(self.model_runner)  # type: ignore[attr-defined]
 
     def hotbunk_release_memory(self, weights: bool) -> None:
         """CPU only: free the KV cache of the sleeping engine, and its weights if `weights`."""

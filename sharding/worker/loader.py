@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from sharding.wire.channel import SyncError
 from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
-from sharding.worker.recording import LoadWatcher, Recording, storage_key
+from sharding.worker.recording import LoadWatcher, Recording, overlaps, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
@@ -175,7 +175,7 @@ class Arrivals:
             if not 0 <= first < last <= elements or not (cast or str(values.dtype) == f"torch.{dtype}"):
                 was = f"{elements} of torch.{dtype} were announced"
                 raise SyncError(f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}")
-            if name in self._arrived or _overlaps(self._parts.setdefault(name, []), first, last):
+            if name in self._arrived or overlaps(self._parts.setdefault(name, []), first, last):
                 raise SyncError(f"elements {first} to {last} of {name} arrived a second time")
             bisect.insort(self._parts[name], (first, last))
 
@@ -203,12 +203,6 @@ class Arrivals:
         if unread := self.unread(read):
             complaints.append(f"sent but read by no part of the engine's model: {first_names(unread)}")
         return complaints
-
-
-def _overlaps(places: list[tuple[int, int]], first: int, last: int) -> bool:
-    """True if some of the elements [first, last) are in one of these places, which are in order and apart."""
-    at = bisect.bisect_left(places, (last, 0))  # the first that starts behind them
-    return at > 0 and places[at - 1][1] > first
 
 
 class WeightLoader:

@@ -14,7 +14,7 @@ import torch
 from sharding.wire.channel import Conversation, SyncError
 from sharding.wire.digests import digests_of
 from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest
-from sharding.wire.staging import open_memory, stamped_bucket
+from sharding.wire.staging import open_memory, stamped_bucket, wait_for_writes
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
 from sharding.worker.recording import Recording
@@ -127,8 +127,7 @@ class Receiver:
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
             case other:
                 raise SyncError(f"unknown message {other!r}")
-        if self._worker.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        wait_for_writes(self._worker.device)
         return answer
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -162,8 +161,7 @@ class Receiver:
             raise SyncError("shards were announced, but this worker cannot read any")
         shards = carrier.shards
         self.outcome.nbytes += self._loader.pull(shards.parts(message), shards.factors(message))
-        if self._worker.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        wait_for_writes(self._worker.device)  # to this worker's own weights
         shards.check(message, "changed while they were read")
 
     def _views(self, buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:

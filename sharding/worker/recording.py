@@ -14,8 +14,9 @@ copying, whether the engine holds the trainer's weights.
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -341,8 +342,8 @@ class LoadWatcher(TorchDispatchMode):
             for name, t in tensors
             if t.numel()
         ]
-        fresh.sort(key=_place)
-        self._ranges = sorted([r for r in self._ranges if not _overlaps(r, fresh)] + fresh, key=_place)
+        fresh.sort(key=itemgetter(0, 1, 2))
+        self._ranges = sorted([r for r in self._ranges if not overlaps(fresh, *r[:2])] + fresh, key=itemgetter(0, 1, 2))
 
     def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
         """A weight was copied to these targets without its loader."""
@@ -356,7 +357,7 @@ class LoadWatcher(TorchDispatchMode):
             return None
         if (derived := self._derived.get(storage_key(tensor))) is not None:
             return derived[0]
-        at = bisect.bisect_right(self._ranges, tensor.data_ptr(), key=lambda place: place[0]) - 1
+        at = bisect.bisect_right(self._ranges, tensor.data_ptr(), key=itemgetter(0)) - 1
         if at < 0:
             return None
         _, last, name, memory = self._ranges[at]
@@ -409,14 +410,10 @@ class LoadWatcher(TorchDispatchMode):
                 return
 
 
-def _place(memory: _Range) -> tuple[int, int, str]:
-    return memory[:3]
-
-
-def _overlaps(old: _Range, fresh: list[_Range]) -> bool:
-    """True if memory of an earlier weight now belongs to one of the sorted `fresh` ones."""
-    at = bisect.bisect_left(fresh, old[1], key=lambda place: place[0])  # the first that starts behind the old one
-    return at > 0 and fresh[at - 1][1] > old[0]
+def overlaps(places: Sequence[tuple[int, int, *tuple[Any, ...]]], first: int, last: int) -> bool:
+    """True if some of the numbers [first, last) are in one of these places, which are in order and apart."""
+    at = bisect.bisect_left(places, last, key=itemgetter(0))  # the first that starts behind them
+    return at > 0 and places[at - 1][1] > first
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
