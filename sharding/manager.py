@@ -214,10 +214,8 @@ class ShardingManager:
         running = calls or []
         with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait
             if self._leader is not None and calls is None:
-                receive = self._leader.engine.receive
-                update = receive(
-                    "update_weights_via_ipc_zmq", self._session, self._timeout, version=self.report.version
-                )
+                engine, method = self._leader.engine, "update_weights_via_ipc_zmq"
+                update = engine.receive(method, self._session, self._timeout, version=self.report.version)
                 running = [self._leader.thread.submit(update)]
         link = Link(self._channel, self._session, self._timeout, lambda: _raise_if_dead(running), self._device_id)
         try:

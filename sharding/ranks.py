@@ -8,7 +8,6 @@ Everything here runs on CPU tensors over gloo, on GPU machines too, so that a co
 kernel and a broken peer shows up as a connection error at once.
 """
 
-import math
 import operator
 import os
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -264,11 +264,8 @@ def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:
 
 def all_reduce_max(values: dict[str, float]) -> dict[str, float]:
     """The largest over ranks of each value; NaN wherever one rank has NaN. Keys must be the same on all ranks."""
-    return {key: largest for key, (largest,) in _columns(values, lambda a, b: [list(map(_larger, *a, *b))]).items()}
-
-
-def _larger(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+    joined = _columns(values, lambda a, b: numpy.maximum(a, b).tolist())  # NaN wherever either has it
+    return {key: largest for key, (largest,) in joined.items()}
 
 
 _Rows = list[list[float]]  # values in the order of their sorted keys

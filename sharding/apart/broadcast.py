@@ -17,7 +17,7 @@ from torch.distributed import Work
 from sharding.ranks import agreed, exchange, rank
 from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, Workers, futures, raise_if_failed
 from sharding.send.source import WeightSource
-from sharding.send.ways import BucketPlan, Call
+from sharding.send.ways import BucketPlan, Way
 from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
@@ -38,8 +38,9 @@ def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]
     return TRAIN_WORLD_SIZE + engines * workers_per_engine, offsets
 
 
-class Broadcast:
+class Broadcast(Way):
     """The group of rank 0 and all workers, and buckets broadcast in it. See `Way`.
+    Workers join by themselves, see `meet`.
     `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
     `store`: on rank 0, of a group that stands or is forming.
     `lost`: why there is no group.
@@ -107,9 +108,6 @@ class Broadcast:
                     f"weights rank {number} shares the trainer's GPU {own}, and NCCL cannot join two processes on one: "
                     "send staged weights there"
                 )
-
-    def connect(self, call: Call | None) -> None:
-        """Nothing to do: workers join by themselves, see `meet`."""
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Make the buffers for a plan's buckets. Raises SyncError where there is no group."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,17 @@ import torch
 from sharding.ranks import exchange, rank
 from sharding.send.push import SyncReport, SyncSettings, Workers
 from sharding.send.source import WeightSource
-from sharding.send.ways import BucketPlan, Call
+from sharding.send.ways import BucketPlan, Way
 from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import manifest_of
 from sharding.wire.staging import local_buffers, with_stamp
-from sharding.worker.storage import FORMAT, MANIFEST, SLOTS, digest, lock, read_manifest
+from sharding.worker.storage import FORMAT, MANIFEST, SLOTS, digest, locked_slot, read_manifest
 
 _CPU = torch.device("cpu")
 
 
-class Storage:
+class Storage(Way):
     """Rank 0 writes each bucket to the folder, from which all workers read it. See `Way`.
 
     A weight is never cut: readers other than this run's workers may need it whole. What is sent again to be compared
@@ -37,16 +37,15 @@ class Storage:
         self._slot, self._fd, self._end = "", -1, 0
         self._content: dict[str, Any] = {}
 
-    def connect(self, call: Call | None) -> None:
-        """See `Way`."""
-
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """See `Way`. Raises TimeoutError: the slot that is to be written is still being read."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() != 0:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._slot, self._fd = _lock_free_slot(self._folder, self._timeout)
+        flags = os.O_RDWR | os.O_CREAT
+        chosen, self._fd = locked_slot(self._folder, partial(_free_slot, self._folder), flags, self._timeout)
+        self._slot = chosen["slot"]
         os.ftruncate(self._fd, 0)
         self._end = 0
         weights = manifest_of(plan.parameters)
@@ -79,9 +78,6 @@ class Storage:
             self._end += written
             data = data[written:]
         return place
-
-    def wait(self, buffer: int) -> None:
-        """Nothing to wait for: writes are synchronous."""
 
     def finish(self, release: bool) -> None:
         """See `Way`. The update is the folder's current one from here on."""
@@ -134,22 +130,7 @@ class StorageWriter:
         return self._folder
 
 
-def _lock_free_slot(folder: Path, timeout: float) -> tuple[str, int]:
-    """Name and descriptor of the slot that the manifest does not name, locked against readers and other writers."""
-    deadline = time.monotonic() + timeout
-    while True:
-        name = _free_slot(folder)
-        fd = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            lock(fd, False, deadline, f"{folder / name} is still being read after {timeout:.0f} s")
-            if _free_slot(folder) == name:
-                return name, fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)  # another writer has completed it in the meantime
-
-
-def _free_slot(folder: Path) -> str:
+def _free_slot(folder: Path) -> dict[str, str]:
+    """The slot that the manifest does not name."""
     current = read_manifest(folder)["slot"] if (folder / MANIFEST).exists() else SLOTS[1]
-    return SLOTS[1 - SLOTS.index(current)]
+    return {"slot": SLOTS[1 - SLOTS.index(current)]}

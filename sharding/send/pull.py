@@ -35,24 +35,25 @@ class Export:
         Raises SyncError: where the system does not give that much memory, or a shard could not be moved.
         """
         self._shards, self._device = shards, device
-        storages: dict[int, list[Tensor]] = {_storage(part): [] for part in shards().values() if part.numel()}
+        storages: dict[int, list[Tensor]] = {_storage(part): [] for part in self._held().values()}
         for tensor in aliases:
             if (address := tensor.untyped_storage().data_ptr()) in storages:
                 storages[address].append(tensor)
-        if unmoved := [name for name, part in shards().items() if part.numel() and not storages[_storage(part)]]:
+        if unmoved := [name for name, part in self._held().items() if not storages[_storage(part)]]:
             raise SyncError(f"the policy does not say what shares the memory of {first_names(unmoved)}")
         self._stamp = torch.zeros(STAMP_BYTES, dtype=torch.uint8, device=device)
         if device.type == "cpu":
             self._move(list(storages.values()))
-        found = {_storage(part): part.untyped_storage() for part in shards().values() if part.numel()}
+        parts = self._held()
+        found = {_storage(part): part.untyped_storage() for part in parts.values()}
         self._storages = [*found.values(), self._stamp.untyped_storage()]
         numbers = {address: number for number, address in enumerate(found)}
         self._addresses = self._where()
-        self.places = {
-            name: [numbers[_storage(part)], part.data_ptr() - _storage(part), part.numel()]
-            for name, part in shards().items()
-            if part.numel()
-        }
+        self.places = {n: [numbers[_storage(p)], p.data_ptr() - _storage(p), p.numel()] for n, p in parts.items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        """The shards that are not empty, as they are now."""
+        return {name: part for name, part in self._shards().items() if part.numel()}
 
     @torch.no_grad()
     def _move(self, storages: list[list[Tensor]]) -> None:
@@ -90,7 +91,7 @@ class Export:
         return [name for name, place in self._addresses.items() if now.get(name) != place]
 
     def _where(self) -> dict[str, tuple[int, int]]:
-        return {name: (part.data_ptr(), part.numel()) for name, part in self._shards().items() if part.numel()}
+        return {name: (part.data_ptr(), part.numel()) for name, part in self._held().items()}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ touched, so that no rounding adds up.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -84,7 +85,6 @@ class FsdpWeightSource:
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
     ) -> None:
         self._tensors, self._dtype, self._layout = dict(named_parameters), dtype, layout
-        self._local_names: list[str] | None = None
 
     def parameters(self) -> list[SourceParameter]:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
@@ -155,10 +155,11 @@ class FsdpWeightSource:
     @torch.no_grad()
     def shards(self) -> dict[str, torch.Tensor]:
         """This rank's parts of those parameters that need no gather, as they lie in its memory: name -> flat."""
-        if self._local_names is None:  # found out once, since asking DTensors takes milliseconds
-            tensors = self._tensors.items()
-            self._local_names = [name for name, t in tensors if shard_group(t) is not None or not _is_cut(t)]
         return {name: local_part(self._tensors[name]).view(-1) for name in self._local_names}
+
+    @cached_property
+    def _local_names(self) -> list[str]:  # found out once, since asking DTensors takes milliseconds
+        return [name for name, t in self._tensors.items() if shard_group(t) is not None or not _is_cut(t)]
 
     def in_memory(self) -> "FsdpWeightSource":
         """The source of what ranks hold, before anything is made of it: here this one."""

@@ -163,18 +163,17 @@ class Way(Protocol):
         reader: the worker's half: "staged", "storage", or an import string.
         cuts: a weight larger than a bucket may travel in parts.
         shares: the engine's weights are, or will be, the trainer's too: they stay where they are while it sleeps.
+        buffers: two (uint8), each of the plan's capacity and `STAMP_BYTES`, between `begin` and `finish`.
     """
 
     reader: str
     cuts: bool
     shares: bool
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Two of them (uint8), each of the plan's capacity and `STAMP_BYTES`, between `begin` and `finish`."""
+    buffers: list[torch.Tensor]
 
     def connect(self, call: Call | None) -> None:
         """Before the first update, and before the next after one that broke off; `call` on leaders only."""
+        return
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Have the buffers ready for an update. `read`: this rank's worker is going to read them."""
@@ -190,6 +189,7 @@ class Way(Protocol):
 
     def wait(self, buffer: int) -> None:
         """Return when a buffer may be filled again; this rank's worker has answered already."""
+        return
 
     def finish(self, release: bool) -> None:
         """Every worker has everything. `release`: give the buffers back."""
@@ -198,21 +198,17 @@ class Way(Protocol):
         """An update broke off, or the run ends; never raises."""
 
 
-class Staged:
-    """Buckets in memory that the rank and its worker, on the same device, have both mapped. See `Way`."""
+class Staged(Way):
+    """Buckets in memory that the rank and its worker, on the same device, have both mapped. See `Way`.
+
+    Nothing has to be waited for: that a worker has read a bucket its answer says.
+    """
 
     reader, cuts, shares = "staged", True, False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.buffers, self._device = [], device
         self._staging: Staging | None = None
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [] if self._staging is None else self._staging.buffers
-
-    def connect(self, call: Call | None) -> None:
-        """See `Way`."""
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """See `Way`. Buffers of the last update are kept where they are as large as these."""
@@ -220,6 +216,7 @@ class Staged:
             self.abort("")
         if self._staging is None:
             self._staging = make_staging(plan.capacity, self._device)
+            self.buffers = self._staging.buffers
         if read:
             self._staging.export()
 
@@ -228,9 +225,6 @@ class Staged:
         wait_for_writes(self._device)
         return {"handle": self._staging.handle}
 
-    def wait(self, buffer: int) -> None:
-        """See `Way`: the worker's answer says it."""
-
     def finish(self, release: bool) -> None:
         if release:
             Staged.abort(self, "")
@@ -238,7 +232,7 @@ class Staged:
     def abort(self, reason: str) -> None:
         if self._staging is not None:
             self._staging.close()
-            self._staging = None
+            self._staging, self.buffers = None, []
 
 
 class ZeroCopy(Staged):

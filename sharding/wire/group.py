@@ -49,15 +49,9 @@ def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still
 
 def listen(host: str, port: int, timeout: float) -> TCPStore:
     """The group's store, served by this process on `host` alone; port 0 is a free one, bound here and now."""
-    server = socket.create_server((host, port), backlog=1024)
-    return TCPStore(
-        host,
-        server.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
+    server, longest = socket.create_server((host, port), backlog=1024), timedelta(seconds=timeout)
+    port, fd = server.getsockname()[1], server.detach()
+    return TCPStore(host, port, is_master=True, timeout=longest, wait_for_workers=False, master_listen_fd=fd)
 
 
 def connect_store(host: str, port: int, timeout: float) -> TCPStore:

@@ -196,9 +196,7 @@ def make_staging(nbytes: int, device: torch.device) -> Staging:
 
 def device_id(device: torch.device, rank_in_group: int) -> str:
     """Names the device of a rank and its worker: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return f"cpu:{rank_in_group}"
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu:{rank_in_group}"
 
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> int:

@@ -333,6 +333,4 @@ class VllmInternalWorkerExtension:
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    if isinstance(nested, Tensor):
-        return [nested]
-    return [tensor for item in nested for tensor in _tensors(item)]
+    return [nested] if isinstance(nested, Tensor) else [tensor for item in nested for tensor in _tensors(item)]

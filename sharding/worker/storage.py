@@ -14,8 +14,9 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +38,33 @@ def digest(data: memoryview) -> str:
     return hashlib.blake2b(data).hexdigest()
 
 
-def lock(fd: int, shared: bool, deadline: float, complaint: str) -> None:
-    """Lock a slot for reading, `shared`, or for writing.
-    Raises TimeoutError: with this complaint, when others hold it until the deadline (of `time.monotonic`).
+def locked_slot(
+    folder: Path, choose: Callable[[], dict[str, Any]], flags: int, timeout: float
+) -> tuple[dict[str, Any], int]:
+    """What `choose` gives, and a descriptor of its `slot`, opened with these flags and locked for reading, or for
+    writing; chosen again where another is to be chosen by then.
+    Raises TimeoutError: when others hold it for `timeout` seconds.
     """
+    deadline, reads = time.monotonic() + timeout, flags == os.O_RDONLY
+    while True:
+        chosen = choose()
+        path = folder / chosen["slot"]
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        try:
+            complaint = f"{path} is still being {'written' if reads else 'read'} after {timeout:.0f} s"
+            _lock(fd, fcntl.LOCK_SH if reads else fcntl.LOCK_EX, deadline, complaint)
+            if choose() == chosen:
+                return chosen, fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # a writer has completed another in the meantime
+
+
+def _lock(fd: int, operation: int, deadline: float, complaint: str) -> None:
     while True:
         try:
-            return fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return fcntl.flock(fd, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise TimeoutError(complaint) from None
@@ -147,29 +168,14 @@ class StorageCarrier:
         return next(self._messages)
 
     def _update(self) -> Generator[dict[str, Any], None, None]:
-        self._lock_current()
+        read = partial(read_manifest, self._folder)
+        self._manifest, self._fd = locked_slot(self._folder, read, os.O_RDONLY, self._timeout)  # keeps writers out
         yield {"kind": "begin", **{key: self._manifest[key] for key in ("weights", "version")}}
         yield from self._announced("bucket")
         yield {"kind": "finish"}
         if self._verify and self._plain:
             yield from self._announced("compare")
         yield {"kind": "end"}
-
-    def _lock_current(self) -> None:
-        """Open the current slot and keep writers out of it; again, if one has moved on in between."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            self._manifest = read_manifest(self._folder)
-            path = self._folder / self._manifest["slot"]
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                lock(fd, True, deadline, f"{path} is still being written after {self._timeout:.0f} s")
-                if read_manifest(self._folder) == self._manifest:
-                    self._fd, fd = fd, -1
-                    return
-            finally:
-                if fd >= 0:
-                    os.close(fd)
 
     def _announced(self, kind: str) -> Generator[dict[str, Any], None, None]:
         """Each bucket's message; the next buckets are read from then on."""

@@ -120,9 +120,9 @@ def _decoded(who: int, told: bytes, own: Sequence[Trajectory]) -> list[Answer]:
         error = (trajectory.error if trajectory else afar) if flags & _FAILED else ""
         misjudged = (trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else ""
         cut, begins = bool(flags & _CUT), bool(flags & _FIRST)
-        answer = Answer(
-            who, *numbers, cut, begins, misjudged, error, turns.get(index, []), old.get(index, 0), trajectory
-        )
+        rewards, older = turns.get(index, []), old.get(index, 0)
+        fields: list[Any] = [who, *numbers, cut, begins, misjudged, error, rewards, older, trajectory]
+        answer = Answer(*fields)
         if parts:
             answer.reward_parts, answer.vote = parts[index]
         answers.append(answer)
