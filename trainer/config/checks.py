@@ -146,17 +146,15 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         )
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
-    if policy.backend != "fsdp" and policy.compile:
-        yield "policy.compile works with policy.backend: fsdp only"
-    if policy.backend != "fsdp" and config.critic.shared:
-        yield "critic.shared works with policy.backend: fsdp only"
+    fsdp_only = {"policy.compile": policy.compile, "critic.shared": config.critic.shared}
+    fsdp_only["policy.shard_size"] = policy.shard_size is not None
+    for key in filter(fsdp_only.get, fsdp_only) if policy.backend != "fsdp" else ():
+        yield f"{key} works with policy.backend: fsdp only"
     if policy.offload_optimizer and policy.offload != "none":
         yield "policy.offload is set, but policy.offload_optimizer keeps that state in the host's memory: drop one"
     if (product := policy.lr * policy.weight_decay) >= 1:
         yield f"policy.lr * policy.weight_decay = {product:g} would take all of a weight in one step: lower one"
     if policy.shard_size is not None:
-        if policy.backend != "fsdp":
-            yield "policy.shard_size works with policy.backend: fsdp only"
         yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
 
 

@@ -18,24 +18,24 @@ class Placement:
     """The consequences of where engines are.
 
     Attributes:
-        number: the key beside engine.placement that says how many; None: there is none.
+        problems: a sentence for each setting of a recipe that does not go with it, of so many ranks of the run and on
+            this machine.
         generating: number of the last ranks that only generate; all others train.
         workers: number of workers of all engines, of so many ranks of the run.
         engine_ranks: consecutive ranks that make up one engine, the first of which leads it.
+        number: the key beside engine.placement that says how many; None: there is none.
         apart: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them, and
             what they have sampled goes to the ranks that train.
         actors: engines are replicas in actors of Ray, and the rank that holds them has no device.
-        problems: a sentence for each setting of a recipe that does not go with it, of so many ranks of the run and on
-            this machine.
     """
 
-    number: str | None
+    problems: Problems
     generating: Callable[[EngineConfig], int]
     workers: Callable[[EngineConfig, int], int]
-    engine_ranks: Callable[[EngineConfig], int]
-    apart: bool
-    actors: bool
-    problems: Problems
+    engine_ranks: Callable[[EngineConfig], int] = lambda engine: engine.tensor_parallel_size
+    number: str | None = None
+    apart: bool = True
+    actors: bool = False
 
 
 def placement(config: TrainConfig) -> Placement:
@@ -134,30 +134,20 @@ def _apart_problems(config: TrainConfig) -> Iterator[str]:
 
 PLACEMENTS = {
     "shared": Placement(
-        number=None,
-        generating=lambda engine: 0,
-        workers=lambda engine, ranks: ranks,
-        engine_ranks=lambda engine: engine.tensor_parallel_size,
-        apart=False,
-        actors=False,
-        problems=_shared_problems,
+        _shared_problems, generating=lambda engine: 0, workers=lambda engine, ranks: ranks, apart=False
     ),
     "ranks": Placement(
-        number="ranks",
+        _ranks_problems,
         generating=lambda engine: engine.ranks,
         workers=lambda engine, ranks: engine.ranks,
-        engine_ranks=lambda engine: engine.tensor_parallel_size,
-        apart=True,
-        actors=False,
-        problems=_ranks_problems,
+        number="ranks",
     ),
     "ray": Placement(
-        number="replicas",
+        _ray_problems,
         generating=lambda engine: 1,
         workers=lambda engine, ranks: engine.replicas * engine.tensor_parallel_size,
         engine_ranks=lambda engine: 1,
-        apart=True,
+        number="replicas",
         actors=True,
-        problems=_ray_problems,
     ),
 }

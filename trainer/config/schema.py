@@ -470,9 +470,8 @@ class RolloutConfig(Section):
     @property
     def code(self) -> list[str]:
         """The keys that are set of those that name one's own rollout; such code may give rewards itself."""
-        return [
-            key for key in ("environment", "custom", "sampler", "client", "verifiers") if getattr(self, key) is not None
-        ]
+        named = ("environment", "custom", "sampler", "client", "verifiers")
+        return [key for key in named if getattr(self, key) is not None]
 
 
 class CheckpointConfig(Section):
