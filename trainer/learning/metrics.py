@@ -130,15 +130,12 @@ def update_metrics(updates: list[UpdateStats]) -> Metrics:
     """One step's figures from the policy's updates: means over updates, or over tokens for what was summed."""
     sums = summed(updates)
 
-    def mean(values: Callable[[UpdateStats], float]) -> float:
-        return sum(map(values, updates)) / len(updates)
-
     def per_token(key: str) -> float:
         return sums.get(key, 0.0) / max(sums.get("tokens", 0.0), 1.0)
 
     metrics = {
-        "loss": mean(lambda u: u.loss),
-        "grad_norm": mean(lambda u: u.grad_norm),
+        "loss": sum(u.loss for u in updates) / len(updates),
+        "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "lr": updates[-1].learning_rate,
         "entropy": per_token("entropy"),
         "clip_fraction": per_token("clipped"),

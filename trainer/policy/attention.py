@@ -87,18 +87,11 @@ def _causal(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, window: int | None
 ) -> Tensor:
     """Sequences of one length, [B, heads, T, D] like the query."""
-    length, band = query.shape[2], None
+    length, grouped, band = query.shape[2], query.shape[1] != key.shape[1], None
     if window is not None and length > window:
         band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=band,
-        dropout_p=dropout,
-        is_causal=band is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scale, enable_gqa=grouped
     )
 
 

@@ -123,11 +123,8 @@ class ShardedModel(Offloadable):
         So the head is gathered during the last layers' forward, and its gradients are reduced during backward.
         """
         mesh = shard_mesh(self.device, self.config.shard_size)
-        shard = partial(
-            fully_shard,
-            mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32),
-        )
+        precision = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
+        shard = partial(fully_shard, mesh=mesh, mp_policy=precision)
         self._compile()
         for layer in decoder(self.model).layers:
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)

@@ -216,9 +216,7 @@ class _ViewProbe(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.contiguous:
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return args[0] if func is Tensor.contiguous else super().__torch_function__(func, types, args, kwargs or {})
 
 
 def load_sharded(
@@ -388,20 +386,18 @@ class _Writer:
         self.folder, self.limit = folder, limit
         self.error: Exception | None = None  # the first one of `add`, which `close` raises
         self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = self.total_bytes = 0
+        self.total_bytes = 0
         self.parts: list[list[str]] = []
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Take a parameter's tensors; they go into the same file."""
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        size = sum(tensor.nbytes for tensor in (self.pending | tensors).values())
         try:
-            if self.pending and self.pending_bytes + size > self.limit:
+            if self.pending and size > self.limit:
                 self._flush()
         except (OSError, SafetensorError) as error:
             self.error = error
         self.pending |= tensors
-        self.pending_bytes += size
-        self.total_bytes += size
 
     def close(self) -> None:
         """Write the rest, give the files their final names, and write the index if there are several."""
@@ -422,7 +418,8 @@ class _Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
         save_file(self.pending, self._part(len(self.parts)), metadata={"format": "pt"})
         self.parts.append(list(self.pending))
-        self.pending, self.pending_bytes = {}, 0
+        self.total_bytes += sum(tensor.nbytes for tensor in self.pending.values())
+        self.pending = {}
 
     def _part(self, number: int) -> Path:
         return self.folder / f"model.part{number}.safetensors"

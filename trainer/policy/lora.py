@@ -49,16 +49,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
         # PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and
         # not layers.
         outside = {head, *(module for part in seeing(model).values() for module in part.modules())}
-        linear = (
-            name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer not in outside
-        )
-        targets = sorted({name.rpartition(".")[2] for name in linear})
+        inside = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside)
+        targets = sorted({name.rpartition(".")[2] for name in inside})
     else:
         targets = list(lora.target_modules)
     try:
-        inject_adapter_in_model(
-            peft_config(lora, targets, exclude=list(seeing(model))), model, low_cpu_mem_usage=True
-        )  # on meta
+        config = peft_config(lora, targets, exclude=list(seeing(model)))
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)  # on meta
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error

@@ -1,5 +1,6 @@
 """A policy that Accelerate has prepared, for a training loop of one's own that samples from an engine."""
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -50,11 +51,7 @@ class PreparedPolicy(Offloadable):
 
     def weight_source(self, dtype: torch.dtype) -> FsdpWeightSource:
         """The weights under their checkpoint names, to be sent in `dtype`, the engine's."""
-        return FsdpWeightSource(
-            [*parameter_names(self.model).items()],
-            dtype,
-            lambda name, shape: checkpoint_views(self.model, name, shape),
-        )
+        return FsdpWeightSource([*parameter_names(self.model).items()], dtype, partial(checkpoint_views, self.model))
 
     @torch.no_grad()
     def score_tokens(self, token_ids: list[int]) -> list[float]:

@@ -188,9 +188,7 @@ class Routing:
         if position not in self._done:
             self._done.add(position)
             self._count(position, own.indices, used)
-        if rows is None:
-            return own
-        return torch.return_types.topk((scores.gather(-1, rows), rows))
+        return own if rows is None else torch.return_types.topk((scores.gather(-1, rows), rows))
 
     @torch.no_grad()
     def _count(self, position: int, own: Tensor, used: Tensor) -> None:

@@ -49,11 +49,9 @@ class Vision:
         Both are taken to grow with layers and hidden size. Example: in Qwen2.5-VL's 7B model four patches are a token,
         and 32 blocks of 1280 are 1.6 times 28 layers of 3584, for each token of an image.
         """
-        layers, text = len(decoder(model).layers), model.config.get_text_config()
+        size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
         patches = self._blank["pixel_values"].numel() / self._patch / self._processor.tokens(self._blank_image.size)
-        return (
-            patches * len(encoder_layers(model)) * model.config.vision_config.hidden_size / (layers * text.hidden_size)
-        )
+        return patches * len(encoder_layers(model)) * model.config.vision_config.hidden_size / size
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """The images of a micro-batch, as `hidden` takes them.
@@ -67,15 +65,14 @@ class Vision:
         inputs: dict[str, Any] = {"features": {n: found[n].to(device) for n in self._asked if n in found}}
         inputs["patches"] = found["pixel_values"].numel() // self._patch
         if places:
-            sizes = (
-                batch.layout.pack.lengths if batch.layout.pack else [batch.input_ids.shape[1] - 1] * len(batch.lengths)
-            )
+            pack = batch.layout.pack
+            sizes = pack.lengths if pack else [batch.input_ids.shape[1] - 1] * len(batch.lengths)
             starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
             spans = [(starts[place.row] + place.start, place.length) for place in places]
             inputs["named"] = {}
             inputs["lengths"] = [length for _, length in spans]
             inputs["names"] = [place.image.name for place in places]
-            pack, image_tokens = batch.layout.pack, torch.cat([torch.arange(first, first + n) for first, n in spans])
+            image_tokens = torch.cat([torch.arange(first, first + n) for first, n in spans])
             begin, end = (pack.begin, pack.begin + len(pack.tokens)) if pack else (0, sum(sizes))  # on this rank
             if batch.ways > 1:
                 here = ((image_tokens >= begin) & (image_tokens < end)).nonzero().squeeze(1)

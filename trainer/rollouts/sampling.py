@@ -115,9 +115,7 @@ class Sampling:
 
     def untrained(self) -> list[Answer]:
         """See `Source`: of each engine some answers that wait or are unfinished."""
-        if self._carried is None:
-            return []
-        return gather_answers(self._carried.present(), version=self._carried.version)
+        return [] if self._carried is None else gather_answers(self._carried.present(), version=self._carried.version)
 
     def waits_for(self) -> str:
         """See `Source`."""
