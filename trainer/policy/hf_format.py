@@ -387,7 +387,7 @@ class _Writer:
         self.error: Exception | None = None  # the first one of `add`, which `close` raises
         self.pending: dict[str, Tensor] = {}
         self.total_bytes = 0
-        self.parts: list[list[str]] = []
+        self.parts: dict[Path, list[str]] = {}  # the names of the tensors in each file
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Take a parameter's tensors; they go into the same file."""
@@ -406,9 +406,9 @@ class _Writer:
         self._flush()
         count = len(self.parts)
         weight_map: dict[str, str] = {}
-        for number, names in enumerate(self.parts):
-            final = "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self.folder / final)
+        for number, (part, names) in enumerate(self.parts.items(), start=1):
+            final = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            part.rename(self.folder / final)
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
@@ -416,10 +416,8 @@ class _Writer:
 
     def _flush(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.pending, self._part(len(self.parts)), metadata={"format": "pt"})
-        self.parts.append(list(self.pending))
+        part = self.folder / f"model.part{len(self.parts)}.safetensors"
+        save_file(self.pending, part, metadata={"format": "pt"})
+        self.parts[part] = list(self.pending)
         self.total_bytes += sum(tensor.nbytes for tensor in self.pending.values())
         self.pending = {}
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"model.part{number}.safetensors"
