@@ -30,6 +30,7 @@ from trainer.policy.routing import Routing, asked_routers
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 Result = TypeVar("Result")
+LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class ShardedModel(Offloadable):
@@ -169,12 +170,7 @@ class ShardedModel(Offloadable):
         self._reshard()
         return results
 
-    def _update(
-        self,
-        batches: list[MicroBatch],
-        loss_of: Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]],
-        place: float | None,
-    ) -> UpdateStats:
+    def _update(self, batches: list[MicroBatch], loss_of: LossOf, place: float | None) -> UpdateStats:
         """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
 
         Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.

@@ -83,12 +83,7 @@ def resolve_folder(path: str) -> Path:
 
 
 def build_meta_model(
-    folder: Path,
-    settings: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kind: Any = None,
-    **overrides: Any,
+    folder: Path, settings: ModelConfig, dtype: torch.dtype, device: torch.device, kind: Any = None, **overrides: Any
 ) -> PreTrainedModel:
     """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
 

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from trainer.policy.vision import Vision
 
 
+Packing = dict[str, Any]
+"""Arguments of a trunk that keep the sequences of a row apart; empty where each has a row."""
+
+Seen = dict[str, Any] | None
+"""The images of a trunk that sees (`Vision.inputs`)."""
+
+
 class SeeingTrunk(nn.Module):
     """A Transformers model of which the hidden states are read, and the operations that it has computed so far."""
 
@@ -32,15 +39,11 @@ class SeeingTrunk(nn.Module):
         self.model, self.vision = model, vision
         self.work = Work(sizes_of(model, vision))
 
-    def states_of(
-        self, inputs: Tensor, states: Tensor, packing: dict[str, Any], seen: dict[str, Any] | None = None
-    ) -> Tensor:
+    def states_of(self, inputs: Tensor, states: Tensor, packing: Packing, seen: Seen = None) -> Tensor:
         """The hidden states [K, H] from which targets are predicted.
 
         Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 positions in them,
-        flattened. `packing` holds arguments that keep the sequences of a row apart; it is empty where each has a row;
-        `seen` are the images of a trunk that sees (`Vision.inputs`).
-        Raises UserError where the trunk's layers cannot keep them apart.
+        flattened. Raises UserError where the trunk's layers cannot keep them apart.
         """
         trunk: PreTrainedModel = self.model.base_model
         if packing:
@@ -79,13 +82,7 @@ class PolicyModule(SeeingTrunk):
             nn.init.zeros_(self.value_head.weight)
 
     def forward(
-        self,
-        inputs: Tensor,
-        states: Tensor,
-        targets: Tensor,
-        temperature: float,
-        packing: dict[str, Any],
-        seen: dict[str, Any] | None = None,
+        self, inputs: Tensor, states: Tensor, targets: Tensor, temperature: float, packing: Packing, seen: Seen = None
     ) -> tuple[Tensor, ...]:
         """Log-probabilities and entropy of K targets, [K] float32, nats; with a value head also the values.
 
@@ -140,14 +137,12 @@ class ValueModule(SeeingTrunk):
     Its model is made by `AutoValueModel`, with one label, as reward models are.
     """
 
-    def forward(
-        self, inputs: Tensor, states: Tensor, packing: dict[str, Any], seen: dict[str, Any] | None = None
-    ) -> Tensor:
+    def forward(self, inputs: Tensor, states: Tensor, packing: Packing, seen: Seen = None) -> Tensor:
         """Values [K] float32; arguments as in `states_of`."""
         return values_of(self.states_of(inputs, states, packing, seen), self.model.score)
 
 
-def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, Packing]:
     """A micro-batch's inputs and packing, as `states_of` takes them."""
     pack = batch.layout.pack
     if pack is None:
@@ -166,7 +161,7 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
     return batch.input_ids.flatten().index_select(0, pack.tokens).unsqueeze(0), packing
 
 
-def _pairs(inputs: Tensor, packing: dict[str, Any]) -> float:
+def _pairs(inputs: Tensor, packing: Packing) -> float:
     """See `attended`; padding is included where a trunk is not told lengths. Ranks that share have the same part."""
     lengths = packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
     return attended(lengths) / len(packing.get("token_parts", [0]))
@@ -191,7 +186,7 @@ def values(module: nn.Module, batch: MicroBatch) -> Tensor:
     return _for_loss(batch, module(inputs, batch.layout.states, packing, _seen(module, batch)))[0]
 
 
-def _seen(module: nn.Module, batch: MicroBatch) -> dict[str, Any] | None:
+def _seen(module: nn.Module, batch: MicroBatch) -> Seen:
     """The images of a micro-batch for a model that sees; None for others."""
     vision = cast("Vision | None", module.vision)
     return None if vision is None else vision.inputs(batch)
