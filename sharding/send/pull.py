@@ -59,13 +59,8 @@ class Export:
     def _move(self, storages: list[list[Tensor]]) -> None:
         """Have all tensors in a memory file, those of a storage in another one that holds the same."""
         sizes = [tensors[0].untyped_storage().nbytes() for tensors in storages]
-        try:
-            self._file = MemoryFile("hotbunk-shards", [*sizes, STAMP_BYTES])
-        except OSError as error:
-            raise SyncError(
-                f"no {sum(sizes)} bytes of shared memory for the policy's shards ({error.strerror}): "
-                "set sync.way to staged"
-            ) from error
+        remedy = "set sync.way to staged"
+        self._file = MemoryFile("hotbunk-shards", [*sizes, STAMP_BYTES], "the policy's shards", remedy)
         *memory, self._stamp = self._file.tensors
         for tensors, new in zip(storages, memory, strict=True):
             new.copy_(bytes_of(tensors[0].untyped_storage()))

@@ -76,19 +76,21 @@ class MemoryFile:
     `handle`: what `open_memory` needs in the other process.
     """
 
-    def __init__(self, name: str, sizes: list[int]) -> None:
-        """Raises OSError where the system does not give that much."""
+    def __init__(self, name: str, sizes: list[int], purpose: str, remedy: str) -> None:
+        """Raises SyncError, with `purpose` and `remedy`, where the system does not give that much memory."""
         *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        inode = os.fstat(self._fd).st_ino  # tells this memory from an earlier one that had the same descriptor
-        places = {"starts": starts, "sizes": sizes}
-        self.handle = {"kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "inode": inode, **places}
+        self._fd = -1
         try:
+            self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            inode = os.fstat(self._fd).st_ino  # tells this memory from an earlier one that had the same descriptor
+            places = {"starts": starts, "sizes": sizes}
+            self.handle = {"kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "inode": inode, **places}
             os.ftruncate(self._fd, total)
             self.tensors = _map_file(self._fd, self.handle)
-        except OSError:
-            os.close(self._fd)
-            raise
+        except OSError as error:
+            self.close()
+            reason = f"no {sum(sizes)} bytes of shared memory for {purpose} ({error.strerror})"
+            raise SyncError(f"{reason}: {remedy}") from error
 
     def close(self) -> None:
         """Let go of the file; its pages are freed when no tensor here or elsewhere is left."""
@@ -150,12 +152,7 @@ class SharedMemoryStaging:
 
     def __init__(self, nbytes: int) -> None:
         """Raises SyncError where the system does not give that much memory."""
-        try:
-            self._file = MemoryFile("hotbunk-staging", [nbytes] * BUFFERS)
-        except OSError as error:
-            raise SyncError(
-                f"no {BUFFERS * nbytes} bytes of shared memory for staging ({error.strerror}): lower sync.bucket_mib"
-            ) from error
+        self._file = MemoryFile("hotbunk-staging", [nbytes] * BUFFERS, "staging", "lower sync.bucket_mib")
         self.buffers, self.handle = self._file.tensors, self._file.handle
 
     def export(self) -> None:

@@ -71,7 +71,8 @@ class SharedWeights:
         if device.type == "cuda":
             self.handle = cuda_handle(list(storages.values()))
             return
-        self._file = MemoryFile("hotbunk-weights", [storage.nbytes() for storage in storages.values()])
+        sizes, remedy = [storage.nbytes() for storage in storages.values()], "set sync.way to staged"
+        self._file = MemoryFile("hotbunk-weights", sizes, "the engine's weights", remedy)
         self.handle = self._file.handle
         for old, new in zip(storages.values(), self._file.tensors, strict=True):
             new.copy_(torch.empty(0, dtype=torch.uint8).set_(old))  # type: ignore[call-overload]
