@@ -74,11 +74,8 @@ def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
     """
     chosen = placement(config)
     for name, other in PLACEMENTS.items():
-        if other is not chosen and other.number and (value := getattr(config.engine, other.number)) > 1:
-            yield (
-                f"engine.{other.number} is {value}, but engine.placement is not {name}: set it, or leave "
-                f"{other.number} out"
-            )
+        if other is not chosen and (key := other.number) and (value := getattr(config.engine, key)) > 1:
+            yield f"engine.{key} is {value}, but engine.placement is not {name}: set it, or leave {key} out"
     yield from chosen.problems(config, ranks, neighbours)
 
 
@@ -117,17 +114,11 @@ def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[
 
 def _apart_problems(config: TrainConfig) -> Iterator[str]:
     policy, sync, rollout = config.policy, config.sync, config.rollout
-    place = config.engine.placement
+    place = f"engine.placement is {config.engine.placement}"
     if sync.way != "auto":
-        yield (
-            f"engine.placement is {place}, but sync.way is {sync.way}, which takes memory that both can reach: "
-            "leave it out"
-        )
+        yield f"{place}, but sync.way is {sync.way}, which takes memory that both can reach: leave it out"
     if policy.offload != "none":
-        yield (
-            f"engine.placement is {place}, but policy.offload is {policy.offload}, and there is nothing to make room "
-            "for: leave it out"
-        )
+        yield f"{place}, but policy.offload is {policy.offload}, and there is nothing to make room for: leave it out"
     if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:
         yield "rollout.lag lets old weights sample, but algorithm.tis_cap is null: set it, or algorithm.keep_band"
 

@@ -454,8 +454,7 @@ class RolloutConfig(Section):
         None, "refuse a recipe whose answers may have begun more steps before they are trained; null: any"
     )
     lag: Annotated[int, Field(ge=0, le=1)] = key(
-        0,
-        "with engine.placement ranks or ray: number of steps by which a step's answers are ordered ahead",
+        0, "with engine.placement ranks or ray: number of steps by which a step's answers are ordered ahead"
     )
     old_tokens: Literal["correct", "mask"] = key(
         "correct", "tokens that earlier weights sampled",
