@@ -230,9 +230,10 @@ class Staged(Way):
             Staged.abort(self, "")
 
     def abort(self, reason: str) -> None:
+        self.buffers = []  # before the memory is given back
         if self._staging is not None:
             self._staging.close()
-            self._staging, self.buffers = None, []
+            self._staging = None
 
 
 class ZeroCopy(Staged):

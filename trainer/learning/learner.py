@@ -1,6 +1,7 @@
 """One step's learning, read from top to bottom: groups, scores, credit, updates, figures."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,24 +30,19 @@ from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, Outputs, Policy, Scorer
 
 
+@dataclass
 class Learner:
     """Updates the policy on a step's trajectories. Collective: the same answers on all ranks."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        policy: Policy,
-        reference: Scorer | None,  # what KL is measured to, or the teacher
-        pad_id: int,
-        reward_weights: dict[str, float] | None = None,  # of the reward functions, by label
-        critic: Critic | None = None,  # one with a trunk of its own
-        # collective: answers that wait, or are unfinished, some of which the policy's present version has sampled
-        untrained: Callable[[], list[Answer]] = list,
-    ) -> None:
-        self._untrained = untrained
-        self._config, self._policy, self._reference, self._critic = config, policy, reference, critic
-        self._pad_id, self._reward_weights = pad_id, reward_weights or {}
-        self.watched: list[Watched] = []  # of the latest step; on rank 0
+    config: TrainConfig
+    policy: Policy
+    reference: Scorer | None  # what KL is measured to, or the teacher
+    pad_id: int
+    reward_weights: dict[str, float] = field(default_factory=dict)  # of the reward functions, by label
+    critic: Critic | None = None  # one with a trunk of its own
+    # collective: answers that wait, or are unfinished, some of which the policy's present version has sampled
+    untrained: Callable[[], list[Answer]] = list
+    watched: list[Watched] = field(default_factory=list, init=False)  # of the latest step; on rank 0
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
         """All passes over the batch of step number `step`, from 1; returns its figures, the same on all ranks.
@@ -60,18 +56,18 @@ class Learner:
         There are as many updates as asked for, or one for each group where fewer are left; `updates` counts the
         policy's.
         """
-        config = self._config
+        config = self.config
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
         filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
-        version = self._policy.version if config.rollout.ages else None
+        version = self.policy.version if config.rollout.ages else None
         groups = [g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)]
         portions = split(groups, config.batch.updates_per_step)
-        routes, sizes = engine_routes(config, self._policy), self._policy.work.of
-        device, worth = self._policy.device, sizes.tokens_worth
-        minibatches = prepare(portions, config, self._pad_id, device, routes, version, worth, sizes.image_token)
+        routes, sizes = engine_routes(config, self.policy), self.policy.work.of
+        device, worth = self.policy.device, sizes.tokens_worth
+        minibatches = prepare(portions, config, self.pad_id, device, routes, version, worth, sizes.image_token)
         self._score_before(minibatches)
-        assign_credit(minibatches, config, self._reward_weights)
+        assign_credit(minibatches, config, self.reward_weights)
         algorithm = config.algorithm
         pulled = algorithm.kl_in_loss or algorithm.entropy_coef > 0 or algorithm.balance_coef > 0 or self._shared_critic
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
@@ -79,76 +75,76 @@ class Learner:
         gap: Metrics = {}
         self.watched = []
         if not (signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)):
-            others = [] if version is None else self._untrained()
-            gap = gap_without_update([*answers, *others], self._policy, config, self._pad_id, version)
+            others = [] if version is None else self.untrained()
+            gap = gap_without_update([*answers, *others], self.policy, config, self.pad_id, version)
         if signal:
             metrics |= self._update_policy(minibatches, step)
-        if self._critic is not None and minibatches:
+        if self.critic is not None and minibatches:
             passes = self._passes(minibatches, step)
-            updates = [self._critic.update(m.batches, CriticLoss(algorithm, m), place) for m, place in passes]
+            updates = [self.critic.update(m.batches, CriticLoss(algorithm, m), place) for m, place in passes]
             metrics |= critic_metrics(updates)
         metrics |= gap
-        if self._policy.routing is not None:
-            metrics |= routing_metrics(self._policy.routing, int(metrics["updates"]))
+        if self.policy.routing is not None:
+            metrics |= routing_metrics(self.policy.routing, int(metrics["updates"]))
         return metrics
 
     @property
     def _shared_critic(self) -> bool:
         """True if the policy's outputs have values."""
-        return self._config.algorithm.advantage_record.takes("values") and self._critic is None
+        return self.config.algorithm.advantage_record.takes("values") and self.critic is None
 
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
         """Log-probabilities and values from before the step's first update, where they are needed."""
-        algorithm, temperature = self._config.algorithm, self._config.sampling.temperature
+        algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
         for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
         # With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet.
         several = len(minibatches) * algorithm.num_iterations > 1
-        for_balance = algorithm.balance_coef > 0 and self._config.model.routes == "recorded"
+        for_balance = algorithm.balance_coef > 0 and self.config.model.routes == "recorded"
         if several or for_credit or for_balance or algorithm.high_entropy_share < 1:
             for batches in (minibatch.batches for minibatch in minibatches):
-                outputs = self._policy.score(batches, temperature)
+                outputs = self.policy.score(batches, temperature)
                 for batch, old in zip(batches, outputs, strict=True):
                     batch.old_logprobs, batch.old_values = old.logprobs, old.values
                     batch.routes = batch.routes if old.routes is None else old.routes
                 if algorithm.high_entropy_share < 1:
                     mark_decisive(batches, outputs, algorithm.high_entropy_share)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
-        if self._reference is not None:  # once a step, since its weights may have to come from the host for it
-            for batch, ref in zip(batches, self._reference.score(batches, temperature), strict=True):
+        if self.reference is not None:  # once a step, since its weights may have to come from the host for it
+            for batch, ref in zip(batches, self.reference.score(batches, temperature), strict=True):
                 batch.ref_logprobs = ref.logprobs
-        if self._critic is not None:
-            for batch, values in zip(batches, self._critic.score(batches), strict=True):
+        if self.critic is not None:
+            for batch, values in zip(batches, self.critic.score(batches), strict=True):
                 batch.old_values = values
 
     def _update_policy(self, minibatches: list[MiniBatch], step: int) -> Metrics:
-        algorithm, longest = self._config.algorithm, longest_answer(self._config)
-        temperature = self._config.sampling.temperature
+        algorithm, longest = self.config.algorithm, longest_answer(self.config)
+        temperature = self.config.sampling.temperature
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []
         old: list[tuple[Tensor, Tensor, Tensor]] = []
-        routing = self._policy.routing
+        routing = self.policy.routing
         if routing is not None:
             routing.take_counts()  # of passes before the first update
-        figures = TokenFigures(self._config.tracking.tokens_per_step, minibatches)
+        figures = TokenFigures(self.config.tracking.tokens_per_step, minibatches)
         for minibatch, place in self._passes(minibatches, step):
             loss = PolicyLoss(algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None)
             if algorithm.balance_coef and routing is not None:
                 loads = sum_counts(loads_of(minibatch.batches, routing.format))
                 routing.pull = balance(loads, routing.format, algorithm.balance_coef)
-            updates.append(self._policy.update(minibatch.batches, loss, temperature, place))
+            updates.append(self.policy.update(minibatch.batches, loss, temperature, place))
             if len(updates) <= len(minibatches):
                 gaps += loss.gaps
                 old += loss.old
         self.watched = figures.take()
         if routing is not None:
             routing.pull = None
-        stale = stale_metrics(old) if self._config.rollout.ages else {}
+        stale = stale_metrics(old) if self.config.rollout.ages else {}
         return update_metrics(updates) | engine_gap(gaps, algorithm) | stale
 
     def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
         """The batch of each update of a step, and its place in the run (`learning_rate_factor`)."""
-        order = minibatches * self._config.algorithm.num_iterations
-        asked = updates_asked(self._config)
+        order = minibatches * self.config.algorithm.num_iterations
+        asked = updates_asked(self.config)
         return [(each, (step - 1) * asked + done * asked / len(order)) for done, each in enumerate(order)]
 
 

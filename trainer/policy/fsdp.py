@@ -91,10 +91,10 @@ class ShardedModel(Offloadable):
         With adapters, the base comes from `model.path` again. AdamW's own step count is `version`, and the learning
         rate a function of it and of the run's step, so neither is kept.
         """
-        model, states = self.trained(), self.optimizer.state
+        model = self.trained()
         return {
             "model": {name: parameter.detach() for name, parameter in model.items()},
-            "optimizer": {f"{name}.{key}": states[p][key] for name, p in model.items() for key in MOMENTS},
+            "optimizer": {f"{n}.{key}": self.optimizer.state[p][key] for n, p in model.items() for key in MOMENTS},
             "counters": self.updates.counters(),
         }
 
