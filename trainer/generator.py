@@ -30,16 +30,22 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
     start = begin(config, watchdog, resources, watchdog.current_phase)
     config = start.config
     trainers = build_trainers(config, start.leader)
-    late = late_to_leave(config, watchdog)
+
+    def late() -> bool:  # with a lag never: a checkpoint has to have the answers, as their weights will be gone
+        return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
+
     sampling = build_sampling(start, resources, late)
     meter = PhaseMeter(rank_device(config), start.leader, watchdog, config.run.first_step_deadline_s)
-    trainers.connect()
 
     def run() -> None:
         if grace := config.checkpoint.grace_s:
             processes.hold_signals(grace, watchdog.call_all)
         deadline = config.run.first_step_deadline_s
-        while (order := next_order(trainers, watchdog, deadline))["kind"] != "end":
+        while True:
+            with watchdog.phase("waiting for weights", 2 * deadline):  # those who train: a step, start or end
+                order = trainers.hear()
+            if order["kind"] == "end":
+                break
             with watchdog.phase(f"{order['kind']} {abs(order['step'])}", deadline):
                 carry_out(order, config, trainers, sampling, meter)
         if order["failed"]:
@@ -48,19 +54,6 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
             raise RemoteError("the ranks that train have failed: see their output above")
 
     return run
-
-
-def late_to_leave(config: TrainConfig, watchdog: Watchdog) -> Callable[[], bool]:
-    """Tell when a step's rollouts are to be given up, as the run is asked to end. With a lag never: a checkpoint has
-    to have the answers, as their weights will be gone.
-    """
-    return lambda: not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
-
-
-def next_order(trainers: TrainersApart, watchdog: Watchdog, deadline: float) -> dict[str, Any]:
-    """Wait for as long as the ranks that train may take for a step, and their start or end."""
-    with watchdog.phase("waiting for weights", 2 * deadline):
-        return trainers.hear()
 
 
 def carry_out(

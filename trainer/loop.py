@@ -68,11 +68,11 @@ class RLTrainer:
         resources.callback(self.sharding.close)
         if isinstance(self.sharding, ShardingManager):  # engines apart are not started again
             self.restarts.sharding = self.sharding
-        try:
-            self.sharding.connect()
-            self.sharding.sleep()
-        except RemoteError as failure:
-            self.restarts.after(failure, self.policy, *self.tenants)
+            try:
+                self.sharding.connect()
+                self.sharding.sleep()
+            except RemoteError as failure:
+                self.restarts.after(failure, self.policy, *self.tenants)
         self.source = build_source(start, self.sharding, resources, give_up=lambda: self.keeper.late_to_leave())
         self.produce = self.source.produce
         if config.checkpoint.rollouts:

@@ -84,9 +84,6 @@ class EnginesApart:
         self.report = SyncReport(version=-1)
         self.then: Callable[[], None] | None = None
 
-    def connect(self) -> None:
-        """Nothing to do: workers join before they get weights."""
-
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
         """Inside, orders (`begin`) bring this policy's weights. There is nothing to make room for."""
@@ -181,9 +178,6 @@ class TrainersApart:
         engine = None if leader is None else leader.engine
         self._replicas = engine if isinstance(engine, ReplicatedEngine) else None
         self._joined = False
-
-    def connect(self) -> None:
-        """Nothing to do, see `EnginesApart`."""
 
     def hear(self) -> dict[str, Any]:
         """The next order: its `kind`, the `version` of the weights that follow, and what else `begin` was given."""

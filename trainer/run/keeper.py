@@ -368,8 +368,7 @@ class Keeper:
 
     def late_to_leave(self) -> bool:
         """True once half of the grace period is over."""
-        called = self._watchdog.called_at
-        return called is not None and time.monotonic() - called > self._config.grace_s / 2
+        return self._watchdog.called_for() > self._config.grace_s / 2
 
     def close(self) -> None:
         """Finish a checkpoint that is under way."""
