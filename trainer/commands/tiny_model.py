@@ -10,37 +10,13 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
 TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 ROLES = ["system", "user", "assistant", "tool"]
 
-ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-}
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "deepseek_v2")
 
 # Rendering is plain concatenation, message by message: a longer conversation always begins with the shorter one's text.
 CHAT_TEMPLATE = """\
@@ -94,6 +70,29 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def text_settings(
+    tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, kv_heads: int, tied: bool
+) -> dict[str, Any]:
+    """Settings that the language models of all architectures have."""
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden_size // heads,
+        "max_position_embeddings": 2048,
+        # The usual 0.02 suits widths of thousands: at this one the layers would start next to nothing and learn late.
+        "initializer_range": hidden_size**-0.5,
+        "tie_word_embeddings": tied,
+        **token_ids(tokenizer),
+    }
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Those that a model's configurations name."""
+    return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+
+
 def own_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
     """Settings that only one architecture's configuration has, or that it cannot choose."""
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
@@ -141,29 +140,14 @@ def make_tiny_model(
         raise ValueError(f"vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
     if tied and architecture == "deepseek_v2":
         raise ValueError("vLLM knows no deepseek_v2 with a tied head: make it untied")
-    config_type, model_type = ARCHITECTURES[architecture]
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
-    ids["eos_token_id"] = tokenizer.eos_token_id
-    shape: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden_size // heads,
-        "max_position_embeddings": 2048,
-        # The usual 0.02 suits widths of thousands: at this one the layers would start next to nothing and learn late.
-        "initializer_range": hidden_size**-0.5,
-        "tie_word_embeddings": tied,
-        "dtype": "float32",
-    }
-    own = own_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
-    config = config_type(**shape | ids | own)
+    shape = text_settings(tokenizer, hidden_size, layers, heads, kv_heads, tied)
+    shape |= {"vocab_size": vocab_size, "intermediate_size": intermediate_size, "dtype": "float32"}
+    shape |= own_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
+    config = AutoConfig.for_model("gemma3_text" if architecture == "gemma3" else architecture, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_type(config)
-    model.generation_config = GenerationConfig(**ids)
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

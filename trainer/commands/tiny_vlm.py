@@ -4,6 +4,7 @@ Processors need torchvision: `hotbunk_torchvision.show()` comes before the first
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from trainer.commands.tiny_model import CHAT_TEMPLATE, make_tokenizer
+from trainer.commands.tiny_model import CHAT_TEMPLATE, make_tokenizer, text_settings, token_ids
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_MARK_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 PLACEHOLDERS = {"gemma3": "<|vision_start|>", "llava": "<|image_pad|>"}
 """What a chat template writes for an image, where that is not an <|image_pad|> between the vision marks."""
 
@@ -60,28 +62,16 @@ def make_tiny_vlm(
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in MARKS])
     tokenizer.chat_template = chat_template(architecture)
-    text = {
-        "vocab_size": len(tokenizer) + 10,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden_size // 32,  # vLLM's attention on CPU refuses heads of 16
-        "num_key_value_heads": max(1, hidden_size // 64),
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "initializer_range": hidden_size**-0.5,
-        "tie_word_embeddings": tied,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+    heads, kv_heads = hidden_size // 32, max(1, hidden_size // 64)  # vLLM's attention on CPU refuses heads of 16
+    text = text_settings(tokenizer, hidden_size, layers, heads, kv_heads, tied)
+    text |= {"vocab_size": len(tokenizer) + 10, "intermediate_size": 2 * hidden_size}
     vision = {"hidden_size": vision_size, "intermediate_size": 2 * vision_size, "patch_size": _PATCH}
     vision |= {"num_heads": 2, "depth": vision_layers, "out_hidden_size": hidden_size}
     config, processor = ARCHITECTURES[architecture](tokenizer, text, vision, largest_image)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(**{name: text[name] for name in text if name.endswith("_token_id")})
+    model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
     _with_hub_names(folder / "model.safetensors")
     processor.save_pretrained(folder)
@@ -97,55 +87,43 @@ def _with_hub_names(file: Path) -> None:
 Made = tuple[PretrainedConfig, Any]
 
 
-def _marks(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    names = ["vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"]
-    return dict(zip(names, tokenizer.convert_tokens_to_ids(MARKS), strict=True))
-
-
-def _qwen2_5_vl(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> Made:
+def _qwen_vl(
+    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int, *, family: str, videos: str
+) -> Made:
+    """Qwen2.5-VL or Qwen3-VL; `family` and `videos` begin the names of their classes."""
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    windows = {"spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
-    config = transformers.Qwen2_5_VLConfig(
+    if family == "Qwen3VL":
+        rope |= {"mrope_interleaved": True}
+        patch, own = 16, {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    else:
+        patch, own = _PATCH, {"window_size": 112, "fullatt_block_indexes": [vision["depth"] - 1]}
+    own |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": patch}
+    config = getattr(transformers, f"{family}Config")(
         text_config=text | {"rope_parameters": rope},
-        vision_config=vision | windows | {"fullatt_block_indexes": [vision["depth"] - 1]},
+        vision_config=vision | own,
         tie_word_embeddings=text["tie_word_embeddings"],
-        **_marks(tokenizer),
+        **dict(zip(_MARK_IDS, tokenizer.convert_tokens_to_ids(MARKS), strict=True)),
     )
-    side = 2 * _PATCH
-    images = transformers.Qwen2VLImageProcessor(min_pixels=side**2, max_pixels=(largest * side) ** 2)
-    videos = transformers.Qwen2VLVideoProcessor()
-    made = transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template)
-    return config, made
-
-
-def _qwen3_vl(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> Made:
-    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True, "rope_theta": 10000.0}
-    shape = {"spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 16, "num_position_embeddings": 64}
-    config = transformers.Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope},
-        vision_config=vision | shape | {"deepstack_visual_indexes": [0]},
-        tie_word_embeddings=text["tie_word_embeddings"],
-        **_marks(tokenizer),
-    )
-    size = {"shortest_edge": 32**2, "longest_edge": (largest * 32) ** 2}
-    images = transformers.Qwen2VLImageProcessor(patch_size=16, size=size)
-    videos = transformers.Qwen3VLVideoProcessor()
-    made = transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template)
-    return config, made
+    side = 2 * patch
+    size = {"shortest_edge": side**2, "longest_edge": (largest * side) ** 2}
+    images = transformers.Qwen2VLImageProcessor(patch_size=patch, size=size)
+    parts = images, tokenizer, getattr(transformers, f"{videos}VideoProcessor")()
+    return config, getattr(transformers, f"{family}Processor")(*parts, chat_template=tokenizer.chat_template)
 
 
 def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> Made:
-    marks = _marks(tokenizer)
-    names = zip(("boi_token", "eoi_token", "image_token"), MARKS, strict=False)
-    tokenizer._set_model_specific_special_tokens(dict(names))
+    begin, end, image, _ = tokenizer.convert_tokens_to_ids(MARKS)
+    tokenizer._set_model_specific_special_tokens(
+        dict(zip(("boi_token", "eoi_token", "image_token"), MARKS, strict=False))
+    )
     own = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"]}
     config = transformers.Gemma3Config(
         text_config=text | {"query_pre_attn_scalar": 32, "sliding_window": 64},
         vision_config={k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | own,
         mm_tokens_per_image=4,
-        boi_token_index=marks["vision_start_token_id"],
-        eoi_token_index=marks["vision_end_token_id"],
-        image_token_index=marks["image_token_id"],
+        boi_token_index=begin,
+        eoi_token_index=end,
+        image_token_index=image,
         tie_word_embeddings=text["tie_word_embeddings"],
     )
     images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
@@ -160,7 +138,7 @@ def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: 
             **{k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | own
         ),
         text_config=transformers.LlamaConfig(**text),
-        image_token_id=_marks(tokenizer)["image_token_id"],
+        image_token_id=tokenizer.convert_tokens_to_ids(MARKS[2]),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         tie_word_embeddings=text["tie_word_embeddings"],
@@ -179,8 +157,8 @@ def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: 
 
 
 ARCHITECTURES: dict[str, Callable[[PreTrainedTokenizerFast, Any, Any, int], Made]] = {
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
+    "qwen2_5_vl": partial(_qwen_vl, family="Qwen2_5_VL", videos="Qwen2VL"),
+    "qwen3_vl": partial(_qwen_vl, family="Qwen3VL", videos="Qwen3VL"),
     "gemma3": _gemma3,
     "llava": _llava,
 }
