@@ -192,20 +192,10 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
     """The run's record, with its recipe beside it, masked in other trackers; later metrics are dropped."""
-    tracking = config.tracking
-    tracker = make_tracker(
-        config.run.folder,
-        masked(config.recorded()),
-        name=config.run.name,
-        project=tracking.project,
-        wandb=tracking.wandb,
-        completions_per_step=tracking.completions_per_step,
-        also=tracking.also,
-        resumed_from=state.step or None,
-        patience=config.checkpoint.patience_s,
-    )
+    run, recipe, patience = config.run, masked(config.recorded()), config.checkpoint.patience_s
+    tracker = make_tracker(run.folder, recipe, run.name, config.tracking, state.step or None, patience)
     if is_main():
-        write_whole(config.run.folder / "config.yaml", to_yaml(config), PRIVATE)
+        write_whole(run.folder / "config.yaml", to_yaml(config), PRIVATE)
     return tracker
 
 

@@ -28,11 +28,10 @@ from urllib.parse import urlparse
 
 from generation.images import Image
 from sharding.ranks import is_main
+from trainer.config.schema import TrackingConfig
 from trainer.errors import UserError, shortened
 from trainer.run.other_trackers import OTHER_TRACKERS, OtherTracker
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
-
-WandbMode = Literal["auto", "offline", "online", "disabled"]
 
 _FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")
 _ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")  # of the table in W&B, besides step and reward
@@ -67,7 +66,7 @@ class Tracker(NullTracker):
     """Writes a run's folder, on rank 0."""
 
     def __init__(
-        self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"], patience: float = 0.0
+        self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"], patience: float
     ) -> None:
         """`last` is the last step that the files hold; `copies` are those in other trackers; `patience`: seconds to
         wait for room on a full disk.
@@ -96,10 +95,11 @@ class Tracker(NullTracker):
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write a step's first answers, as many as `tracking` asks for, long texts cut."""
-        shown = rows[: self._completions_per_step]
         # A small image is as it is, or it could not be decoded.
-        seen = [{"images": row["images"]} if "images" in row else {} for row in shown]
-        lines = [{"train/step": step} | _cut(row) | own for row, own in zip(shown, seen, strict=True)]
+        lines = [
+            {"train/step": step} | _cut(row) | {key: row[key] for key in ("images",) if key in row}
+            for row in rows[: self._completions_per_step]
+        ]
         said = [json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines]
         self._unwritten["completions.jsonl"] += said
         for copy in self._copies:
@@ -112,11 +112,10 @@ class Tracker(NullTracker):
 
     def _write_rest(self) -> None:
         for name, lines in self._unwritten.items():
-            if not lines:
-                continue
-            text = "".join(lines)
-            lines.clear()
-            patiently(partial(_append, self._files[name], text), name, self._patience)
+            if lines:
+                text = "".join(lines)
+                lines.clear()
+                patiently(partial(_append, self._files[name], text), name, self._patience)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Add to summary.json, which is replaced as a whole."""
@@ -302,18 +301,14 @@ class WandbCopy(Copy):
 def make_tracker(
     folder: Path,
     config: dict[str, Any],
-    *,
     name: str,
-    project: str = "hotbunk",
-    wandb: WandbMode = "auto",
-    completions_per_step: int = 8,
-    also: Sequence[str] = (),
+    tracking: TrackingConfig,
     resumed_from: int | None = None,
     patience: float = 0.0,
 ) -> NullTracker:
     """This rank's tracker; only rank 0's writes.
 
-    `config` is the resolved configuration, for W&B and the trackers in `also`. `resumed_from` is the step of the
+    `config` is the resolved configuration, for W&B and other trackers. `resumed_from` is the step of the
     checkpoint that the run continues from; without it, files of an earlier run in the folder are begun anew.
     """
     if not is_main():
@@ -321,26 +316,21 @@ def make_tracker(
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
-    copies: list[Copy] = []
-    for other in also:
-        make = OTHER_TRACKERS[other]
-        start = partial(make, folder=folder, config=config, earlier=earlier, name=name, project=project)
-        copies.append(OtherCopy(other, start))
-    mode = _resolve(wandb)
-    if mode == "disabled":
-        return Tracker(folder, last, completions_per_step, copies, patience)
-    resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
-    settings = {"project": project, "name": name, "dir": str(folder), "mode": mode, "config": config | resumed}
-    # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
-    file = folder / "wandb_id"
-    if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
-        write_whole(file, secrets.token_hex(4))
-    settings |= {"id": file.read_text("utf-8"), "resume": "allow"}
-    writing = [*copies, WandbCopy(settings, earlier, answers)]
-    return Tracker(folder, last, completions_per_step, writing, patience)
+    given = {"folder": folder, "config": config, "earlier": earlier, "name": name, "project": tracking.project}
+    copies: list[Copy] = [OtherCopy(other, partial(OTHER_TRACKERS[other], **given)) for other in tracking.also]
+    if (mode := _resolve(tracking.wandb)) != "disabled":
+        resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
+        settings = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
+        # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
+        file = folder / "wandb_id"
+        if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
+            write_whole(file, secrets.token_hex(4))
+        settings |= {"config": config | resumed, "id": file.read_text("utf-8"), "resume": "allow"}
+        copies.append(WandbCopy(settings, earlier, answers))
+    return Tracker(folder, last, tracking.completions_per_step, copies, patience)
 
 
-def _resolve(wanted: WandbMode) -> str:
+def _resolve(wanted: str) -> str:
     """The mode for auto: WANDB_MODE's, else online where there is a login, else offline; it never asks the user."""
     if wanted != "auto":
         return wanted

@@ -20,7 +20,7 @@ from tests.support.pictures import images, picture
 from trainer.commands.sft import Transcripts, batches_of, load_transcripts
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
-from trainer.config.schema import DataConfig, TrainConfig
+from trainer.config.schema import DataConfig, TrackingConfig, TrainConfig
 from trainer.data import PromptDataset, load_prompts
 from trainer.errors import UserError
 from trainer.rewards.loading import OFFERED, bind_rewards
@@ -268,7 +268,7 @@ def test_keys_about_images_that_do_not_fit_are_told_before_anything_is_loaded(
 def test_small_copies_of_what_was_seen_stay_whole_in_completions(tmp_path: Path) -> None:
     shown = [thumbnail(image) for image in images((98, 70))]
     assert len(shown[0]) > 4000  # longer than a text may be
-    tracker = make_tracker(tmp_path, {}, name="run", wandb="disabled")
+    tracker = make_tracker(tmp_path, {}, "run", TrackingConfig(wandb="disabled"))
     tracker.completions(1, [{"text": "x" * 5000, "images": shown}])
     tracker.log(1, {})
     tracker.close()

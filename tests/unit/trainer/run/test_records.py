@@ -14,6 +14,7 @@ import pytest
 from tests.support.children import in_child
 from trainer.commands.report_page import page_data
 from trainer.commands.report_record import read_record, state
+from trainer.config.schema import TrackingConfig
 from trainer.run import records
 from trainer.run.plots import plot_curves
 from trainer.run.tracking import make_tracker
@@ -35,7 +36,7 @@ NOT_ROWS = (
 
 def record(folder: Path, steps: range, resumed_from: int | None = None, patience: float = 0.0) -> None:
     """What a run writes in these steps; two answers each, with characters of one to four bytes."""
-    tracker = make_tracker(folder, {}, name="demo", wandb="disabled", resumed_from=resumed_from, patience=patience)
+    tracker = make_tracker(folder, {}, "demo", TrackingConfig(wandb="disabled"), resumed_from, patience=patience)
     try:
         for step in steps:
             texts = ("naïve \u2028 answer", f"{step} 😀 = \ud83d ∞")  # the one in the middle is half a pair

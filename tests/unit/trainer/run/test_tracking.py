@@ -15,6 +15,7 @@ import pytest
 from generation.images import thumbnail
 from tests.support.pictures import images
 from tests.support.wandb_files import wandb_records
+from trainer.config.schema import TrackingConfig
 from trainer.run import tracking
 from trainer.run.tracking import NullTracker, make_tracker
 
@@ -64,7 +65,7 @@ def metrics(step: int) -> dict[str, float]:
 
 def run(folder: Path, steps: range, resumed_from: int | None = None, evaluate_every: int = 2) -> None:
     """Train and evaluate; an evaluation is part of its step's one call."""
-    tracker = make_tracker(folder, {"run": {"seed": 1}}, name="demo", wandb="offline", resumed_from=resumed_from)
+    tracker = make_tracker(folder, {"run": {"seed": 1}}, "demo", TrackingConfig(wandb="offline"), resumed_from)
     for step in steps:
         tracker.completions(step, [{"prompt": "1+1", "text": f"{step}\u2028"}])
         tracker.tokens(step, [{"tokens": ["\u2028", "é"], "gap": [0.5, None]}])
@@ -116,7 +117,7 @@ def test_the_table_has_a_column_for_each_image_of_an_answer(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["wandb"], "Image", lambda image: image.size)
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline")
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="offline"))
     shown = [thumbnail(image) for image in images((30, 20), (40, 10))]
     tracker.completions(1, [{"text": "a", "images": shown}, {"text": "b"}, {"text": "c", "images": shown[1:]}])
     tracker.log(1, metrics(1))
@@ -128,7 +129,7 @@ def test_the_table_has_a_column_for_each_image_of_an_answer(
 
 def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     gaps = [2e-5] * 6 + [9e-5] * 6 + [5e-4] * 6 + [math.nan, 1.0]  # four times as large, but still only rounding
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline")
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="offline"))
     for step, gap in enumerate(gaps, start=1):
         tracker.log(step, {"gap/mean": gap, "loss": 0.1, "skipped_steps": float(step == 20)})
     tracker.close()
@@ -139,7 +140,7 @@ def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, 
     ]  # fmt: skip
     for resumed_from, titles in ((18, ["Divergence"]), (12, ["Divergence", "The gap grows"])):  # told before, and not
         calls.clear()
-        tracker = make_tracker(tmp_path, {}, name="demo", wandb="offline", resumed_from=resumed_from)
+        tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="offline"), resumed_from)
         tracker.log(resumed_from + 1, {"gap/mean": 5e-4, "loss": 0.1, "skipped_steps": 1.0})
         tracker.close()
         assert [call[1] for call in calls if call[0] == "alert"] == titles
@@ -161,7 +162,7 @@ def test_wandb_online_without_a_network_or_a_login_goes_on_offline(
         return begin(**options)
 
     monkeypatch.setattr(sys.modules["wandb"], "init", init)
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="online")
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="online"))
     tracker.log(1, metrics(1))
     tracker.close()
     said = capsys.readouterr().err
@@ -178,7 +179,7 @@ def test_real_wandb_without_a_network_goes_on_offline(
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="online")
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="online"))
     tracker.completions(1, [{"prompt": "1+1", "text": "2"}])
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
@@ -202,7 +203,7 @@ def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
 
 
 def test_a_step_is_logged_once_and_in_order(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", resumed_from=4)
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="disabled"), resumed_from=4)
     for step in (4, 3):
         with pytest.raises(ValueError, match=f"step {step} is logged after step 4"):
             tracker.log(step, {})
@@ -230,7 +231,7 @@ def test_a_resumed_file_equals_an_uninterrupted_one(
 
 def test_floats_read_back_bit_equal_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
     values = {"a": 0.1 + 0.2, "b": struct.unpack("f", struct.pack("f", 0.1))[0], "c": 5e-324, "d": 1e17 + 2, "e": -0.0}
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled")
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="disabled"))
     tracker.log(1, values)
     tracker.log(2, {"loss": math.nan, "grad_norm": math.inf})
     tracker.close()
@@ -240,7 +241,7 @@ def test_floats_read_back_bit_equal_and_what_is_not_finite_is_null(tmp_path: Pat
 
 
 def test_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled", completions_per_step=2)
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="disabled", completions_per_step=2))
     tracker.completions(1, [{"text": "é" * 10_000, "reward": 1.0}] * 5)
     tracker.close()
     rows = read(tmp_path, "completions.jsonl")
@@ -249,7 +250,7 @@ def test_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
 
 
 def test_summary_grows_and_is_always_whole(tmp_path: Path) -> None:
-    tracker = make_tracker(tmp_path, {}, name="demo", wandb="disabled")
+    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="disabled"))
     tracker.summary({"eval_reward_before": 0.25})
     tracker.summary({"eval_reward_after": 0.75, "max_logprob_gap": math.nan})
     tracker.close()
@@ -298,7 +299,7 @@ def test_a_wandb_that_hangs_does_not_stop_training(
 
 def test_ranks_other_than_0_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "is_main", lambda: False)
-    tracker = make_tracker(tmp_path / "run", {}, name="demo")
+    tracker = make_tracker(tmp_path / "run", {}, "demo", TrackingConfig())
     assert type(tracker) is NullTracker
     tracker.completions(1, [{"text": "x"}])
     tracker.log(1, {"a": 1.0})
@@ -324,7 +325,7 @@ def test_auto_is_online_only_where_there_is_a_login(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     calls: list[tuple[Any, ...]],
-    wanted: tracking.WandbMode,
+    wanted: str,
     environment: dict[str, str],
     login: bool,
     mode: str,
@@ -334,7 +335,7 @@ def test_auto_is_online_only_where_there_is_a_login(
     monkeypatch.setenv("NETRC", str(logins))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    make_tracker(tmp_path / "run", {}, name="demo", wandb=wanted).close()
+    make_tracker(tmp_path / "run", {}, "demo", TrackingConfig(wandb=wanted)).close()
     assert [call[1]["mode"] for call in calls if call[0] == "init"] == ([] if mode == "disabled" else [mode])
 
 
@@ -343,7 +344,7 @@ def test_real_wandb_writes_an_offline_run_that_holds_every_step(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     pytest.importorskip("wandb")
-    tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, name="demo", wandb="auto")
+    tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, "demo", TrackingConfig(wandb="auto"))
     for step in range(5):
         tracker.log(step, {"reward/mean": step / 4})
     tracker.summary({"steps": 4})
@@ -362,7 +363,7 @@ def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
     monkeypatch.setenv("WANDB_MODE", "offline")
     pytest.importorskip("wandb")
     for steps, resumed_from in ((range(5), None), (range(3, 8), 2)):
-        tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, name="demo", wandb="auto", resumed_from=resumed_from)
+        tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, "demo", TrackingConfig(wandb="auto"), resumed_from)
         for step in steps:
             tracker.log(step, {"reward/mean": step / 4, "loss": math.nan})
         tracker.close()
@@ -385,7 +386,11 @@ def interrupted(folder: Path, other: str) -> None:
     """Six steps in two sessions: the first is killed after its fourth, and the second resumes from its second."""
     for steps, resumed_from in ((range(1, 5), None), (range(3, 7), 2)):
         tracker = make_tracker(
-            folder, {"run": {"seed": 1}}, name="demo", wandb="disabled", also=[other], resumed_from=resumed_from
+            folder,
+            {"run": {"seed": 1}},
+            "demo",
+            TrackingConfig(wandb="disabled", also=[other]),
+            resumed_from=resumed_from,
         )
         for step in steps:
             tracker.log(step, metrics(step) | {"gap/max": float("nan")})
@@ -447,7 +452,12 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
                 raise ConnectionError("gone")
 
     monkeypatch.setitem(tracking.OTHER_TRACKERS, "failing", Failing)
-    tracker = make_tracker(tmp_path, {"run": {"seed": 1}}, name="demo", wandb="disabled", also=["failing"])
+    tracker = make_tracker(
+        tmp_path,
+        {"run": {"seed": 1}},
+        "demo",
+        TrackingConfig(wandb="disabled").model_copy(update={"also": ["failing"]}),
+    )
     for step in range(1, 5):
         tracker.log(step, metrics(step) | {"gap/max": float("inf")})
     tracker.summary({"steps": 4})
