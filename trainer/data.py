@@ -132,22 +132,20 @@ def load_held_out(
 
     Raises UserError as `load_prompts`.
     """
-    rows = load_rows(dataset.path, dataset.subset, dataset.split)
-    if dataset.size is not None:
-        rows = rows.select(range(min(dataset.size, len(rows))))
+    rows = load_rows(dataset.path, dataset.subset, dataset.split, dataset.size)
     if dataset.prompt_key not in (None, config.prompt_key):  # rollouts look for prompts in that column
         if dataset.prompt_key not in rows.column_names:
             there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
             raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
         others = [name for name in rows.column_names if name != config.prompt_key]
         rows = rows.select_columns(others).rename_column(dataset.prompt_key, config.prompt_key)
-    keys = {"answer_key": dataset.answer_key or config.answer_key, "image_key": dataset.image_key or config.image_key}
+    keys = dataset.model_dump(include={"answer_key", "image_key"}, exclude_none=True)
     return _prepare(rows, dataset.path, config.model_copy(update=keys), tokenizer, images)
 
 
-def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
-    """Rows of a jsonl or parquet file, of a folder of them, of a hub dataset, of reasoning-gym, or of verifiers, whose
-    settings are then the `subset`. Raises UserError. Collective.
+def load_rows(path: str, subset: str | None, split: str, size: int | None = None) -> "Dataset":
+    """The first `size` rows (None: all) of a jsonl or parquet file, of a folder of them, of a hub dataset, of
+    reasoning-gym, or of verifiers, whose settings are then the `subset`. Raises UserError. Collective.
     """
     import datasets
 
@@ -187,7 +185,7 @@ def load_rows(path: str, subset: str | None, split: str) -> "Dataset":
         raise UserError(f"{path} (split {split}) cannot be read: {_one_line(error.__cause__ or error)}") from error
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")
-    return rows
+    return rows if size is None else rows.select(range(min(size, len(rows))))
 
 
 def _tasks(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -222,12 +220,10 @@ def _prepare(
         raise UserError(f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer")
     if config.image_key is not None and config.image_key not in rows.column_names:
         raise UserError(f"data.image_key = {config.image_key!r} is not a column: {there}")
+    everything = _tokenise(rows, path, config, tokenizer)
+    if images is not None:
+        everything = _with_images(encoded_images(rows), path, config, images)
     most = config.max_prompt_tokens
-    everything = (
-        _tokenise(rows, path, config, tokenizer)
-        if images is None
-        else _with_images(encoded_images(rows), path, config, images)
-    )
     prompts = [prompt for prompt in everything if len(prompt.token_ids) <= most]
     if not prompts:
         raise UserError(f"all {len(rows)} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
@@ -307,19 +303,16 @@ def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRul
 def row_images(row: dict[str, Any], config: DataConfig, path: str) -> list[Any]:
     """The sources of the images in a row's own column, in order; `path` is that of the data."""
     column = row.get(config.image_key) if config.image_key is not None else None
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return [
-        _located(source, folder) for source in (column if isinstance(column, list) else [column]) if source is not None
-    ]
+    sources = column if isinstance(column, list) else [column]
+    return [_located(source, path) for source in sources if source is not None]
 
 
 def messages_and_images(
     messages: list[dict[str, Any]], row: dict[str, Any], config: DataConfig, path: str
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """A row's messages without their images, and the sources of these. Raises ValueError as `split_images`."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     plain, sources = split_images(messages, row_images(row, config, path))
-    return plain, [_located(source, folder) for source in sources]
+    return plain, [_located(source, path) for source in sources]
 
 
 def stored_images(
@@ -335,24 +328,21 @@ def stored_images(
     def source(number: int) -> Any:
         return sources(dict(rows[index]))[number]
 
+    names = (f"image {number + 1} of row {index} of {path}" for number in range(len(images)))
     return tuple(
-        StoredImage(
-            partial(source, number),
-            image.digest,
-            image.size,
-            rules.limits,
-            f"image {number + 1} of row {index} of {path}",
-        )
-        for number, image in enumerate(images)
+        StoredImage(partial(source, number), image.digest, image.size, rules.limits, name)
+        for number, (image, name) in enumerate(zip(images, names, strict=True))
     )
 
 
-def _located(source: Any, folder: Path) -> Any:
-    """A path of the data, which is taken from their own folder."""
+def _located(source: Any, path: str) -> Any:
+    """An image's path, which is taken from the folder of the data, which are at `path`."""
     if isinstance(source, dict) and not source.get("bytes"):
         source = source.get("path")
     remote = isinstance(source, str) and (source.startswith("data:") or "://" in source)
-    return folder / source if isinstance(source, str) and not remote else source
+    if not isinstance(source, str) or remote:
+        return source
+    return (Path(path) if Path(path).is_dir() else Path(path).parent) / source
 
 
 def in_chunks(

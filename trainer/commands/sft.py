@@ -41,9 +41,9 @@ from trainer.engines import fetch_model, rank_device
 from trainer.errors import UserError
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
-from trainer.policy.lora import save_adapter
 from trainer.rollouts.level import RolloutLevel
 from trainer.run.checkpoint import load
+from trainer.run.finish import export
 from trainer.run.keeper import Keeper, find_checkpoint, make_run_tracker, run_identity
 from trainer.run.lock import RunLock
 from trainer.run.meters import PhaseMeter
@@ -200,23 +200,16 @@ class SftRun:
     def export(self) -> None:
         """Write the model, curves and summary, and say where the model is. Collective; rank 0 writes."""
         config, folder = self.config, self.config.run.folder
-        if config.checkpoint.export_hf:
-            self.policy.save_pretrained(folder / "model")
-            if config.lora.rank:
-                save_adapter(self.policy.model, config.lora, config.model.path, folder / "adapter")
-        with agreed("writing the results"):
-            if is_main():
-                from trainer.run.plots import plot_curves  # Matplotlib, which no other rank needs
 
-                plot_curves(folder)
-                rows = read_rows(folder / "metrics.jsonl")
-                ends = {f"{key}_after": series(rows, key)[1][-1:] for key in ("loss", "eval/loss")}
-                summary = {key.replace("/", "_"): value[0] for key, value in ends.items() if value}
-                seconds, transcripts = round(self.state.seconds, 3), self.transcripts
-                counts = {"samples": len(transcripts.samples), "rows_dropped": transcripts.dropped}
-                self.tracker.summary({"steps": self.state.step, "train_seconds": seconds} | summary | counts)
-                if config.checkpoint.export_hf:
-                    self.tokenizer.save_pretrained(folder / "model")
+        def tell() -> None:
+            rows = read_rows(folder / "metrics.jsonl")
+            ends = {f"{key}_after": series(rows, key)[1][-1:] for key in ("loss", "eval/loss")}
+            summary = {key.replace("/", "_"): value[0] for key, value in ends.items() if value}
+            seconds, transcripts = round(self.state.seconds, 3), self.transcripts
+            counts = {"samples": len(transcripts.samples), "rows_dropped": transcripts.dropped}
+            self.tracker.summary({"steps": self.state.step, "train_seconds": seconds} | summary | counts)
+
+        export(config, self.policy, self.tokenizer, tell)
         where = folder / "model" if config.checkpoint.export_hf else folder / "checkpoints"
         self.screen.note(f"{self.state.step} steps in {duration(self.state.seconds)}; the model is in {where}")
 
@@ -261,13 +254,10 @@ def load_transcripts(
     level = RolloutLevel(config, tokenizer)
     data, rules = level.data, level.image_rules
     if held_out is not None:
-        data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}))
-        keys = {"prompt_key": held_out.prompt_key or data.prompt_key, "image_key": held_out.image_key or data.image_key}
-        data = data.model_copy(update=keys)
+        own = held_out.model_dump(include={"prompt_key", "image_key"}, exclude_none=True)
+        data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}) | own)
     config = config.model_copy(update={"data": data})
-    rows = load_rows(config.data.path, config.data.subset, config.data.split)
-    if held_out is not None and held_out.size is not None:
-        rows = rows.select(range(min(held_out.size, len(rows))))
+    rows = load_rows(data.path, data.subset, data.split, None if held_out is None else held_out.size)
     limit = config.data.max_prompt_tokens + config.sft.max_tokens
     templated = config.data.apply_chat_template and tokenizer.chat_template is not None
     samples: list[Transcript] = []

@@ -1,6 +1,6 @@
 """The end of a run: the model in Hugging Face format, curves, summary, and the last screen."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,37 +31,47 @@ def export_and_report(
 
     `answers` are rows of the latest evaluation or step, for the screen.
     """
-    folder, paths = config.run.folder, {}
+
+    def tell() -> None:
+        figures = {
+            "steps": state.step,
+            "train_seconds": round(state.seconds, 3),
+            "eval_reward_before": state.eval_before,
+            "eval_reward_after": state.eval_after,
+            "max_logprob_gap": state.largest_gap,
+            "syncs_verified": state.syncs_verified,
+            "updates": policy.version,
+            "prompts": len(prompts),
+            "prompts_dropped": prompts.dropped,
+        }
+        tracker.summary(figures)
+        screen.report(_report(config, state, answers))
+
+    export(config, policy, tokenizer, tell)
+
+
+def export(config: TrainConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, tell: Callable[[], None]) -> None:
+    """Write model and curves, then `tell` of them on rank 0. Collective; rank 0 writes."""
+    folder = config.run.folder
     if config.checkpoint.export_hf:
-        paths["model"] = folder / "model"
-        policy.save_pretrained(paths["model"])
+        policy.save_pretrained(folder / "model")
         if config.lora.rank:
             save_adapter(policy.model, config.lora, config.model.path, folder / "adapter")
     with agreed("writing the results"):
         if is_main():
-            if "model" in paths:
-                tokenizer.save_pretrained(paths["model"])
+            if config.checkpoint.export_hf:
+                tokenizer.save_pretrained(folder / "model")
             from trainer.run.plots import plot_curves  # Matplotlib, which no other rank needs
 
-            paths |= {"curves": plot_curves(folder), "metrics": folder / "metrics.jsonl"}
-            paths |= {"answers": folder / "completions.jsonl", "checkpoints": folder / "checkpoints"}
-            tracker.summary(
-                {
-                    "steps": state.step,
-                    "train_seconds": round(state.seconds, 3),
-                    "eval_reward_before": state.eval_before,
-                    "eval_reward_after": state.eval_after,
-                    "max_logprob_gap": state.largest_gap,
-                    "syncs_verified": state.syncs_verified,
-                    "updates": policy.version,
-                    "prompts": len(prompts),
-                    "prompts_dropped": prompts.dropped,
-                }
-            )
-            screen.report(_report(config, state, answers, paths))
+            plot_curves(folder)
+            tell()
 
 
-def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]], paths: dict[str, Path]) -> Report:
+def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]]) -> Report:
+    folder = config.run.folder
+    paths = {"model": folder / "model"} if config.checkpoint.export_hf else {}
+    paths |= {"curves": folder / "curves.png", "metrics": folder / "metrics.jsonl"}
+    paths |= {"answers": folder / "completions.jsonl", "checkpoints": folder / "checkpoints"}
     rows = read_rows(paths["metrics"])
     accuracy = series(rows, "eval/accuracy")[1]
 
