@@ -127,17 +127,14 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
-    if "completions" in (parameters := _parameters(name, function)):
-        reward, keywords = _bind_trl(name, function, parameters, kwargs)
-        return BoundReward(label, reward, keywords, kwargs, extract)
-    return BoundReward(label, function, _keywords(name, function, kwargs), kwargs, extract)
-
-
-def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:  # some functions of C do not say
         raise UserError(f"reward {name!r} does not say what it takes: wrap it in a function of yours") from error
+    if "completions" in parameters:
+        reward, keywords = _bind_trl(name, function, parameters, kwargs)
+        return BoundReward(label, reward, keywords, kwargs, extract)
+    return BoundReward(label, function, _keywords(name, [*parameters.values()], kwargs), kwargs, extract)
 
 
 def _bind_trl(
@@ -157,9 +154,8 @@ def _bind_trl(
     return reward, frozenset(("prompt", "row", *["trajectory"] * ("completion_ids" in parameters)))
 
 
-def _keywords(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> frozenset[str]:
+def _keywords(name: str, parameters: list[inspect.Parameter], kwargs: dict[str, Any]) -> frozenset[str]:
     """The keys of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
-    parameters = list(_parameters(name, function).values())
     if parameters and parameters[0].kind in _POSITIONAL:
         parameters = parameters[1:]
     elif not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
