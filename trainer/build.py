@@ -78,30 +78,17 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
 
 def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], bool]) -> Sampling:
     """The sampling of a rank whose crew has engines. `give_up`: whether to leave a step's answers be."""
-    config, lengths = start.config, start.state.lengths
-    pool = Pool(
-        start.leader,
-        start.tokenizer,
-        start.rewards,
-        store(),
-        start.level,
-        engines=world_size() // placement(config).engine_ranks(config.engine),
-        max_error_rate=config.rollout.max_error_rate,
-    )
+    config = start.config
+    engines, most = world_size() // placement(config).engine_ranks(config.engine), config.rollout.max_error_rate
+    pool = Pool(start.leader, start.tokenizer, start.rewards, store(), start.level, engines, max_error_rate=most)
     carried: CarriedPool | None = None
     if config.rollout.slice_tokens is not None:
         carried = CarriedPool(config, pool, partial(start.prompts.take, seed=config.run.seed), start.carried)
     elif start.carried is not None and read_groups(start.carried):
         say(f"{start.carried} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
+    lengths = start.state.lengths if config.rollout.order == "longest_first" else None
     sampling = Sampling(
-        config,
-        pool,
-        start.prompts,
-        start.sampling,
-        start.held_outs,
-        lengths=lengths if config.rollout.order == "longest_first" else None,
-        give_up=give_up,
-        carried=carried,
+        config, pool, start.prompts, start.sampling, start.held_outs, lengths, give_up=give_up, carried=carried
     )
     resources.callback(sampling.close)
     return sampling

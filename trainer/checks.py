@@ -52,10 +52,9 @@ def check_model(config: TrainConfig) -> None:
         raise
     except Exception as error:  # whatever the model's own code makes of its config.json
         if "does not support an attention implementation" in str(error):
-            refused = f"{path} knows no {config.model.attn_implementation}"
-            raise UserError(
-                f"model.attn_implementation: {refused}: set it to eager, and batch.packing to false"
-            ) from error
+            remedy = "set it to eager, and batch.packing to false"
+            refused = f"{path} knows no {config.model.attn_implementation}: {remedy}"
+            raise UserError(f"model.attn_implementation: {refused}") from error
         keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
         raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
     if config.batch.packing:

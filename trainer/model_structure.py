@@ -137,15 +137,8 @@ def freeze(model: PreTrainedModel, patterns: list[str]) -> None:
     """
     of_images = {parameter for module in seeing(model).values() for parameter in module.parameters()}
     for pattern in patterns:
-        found = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if (
-                parameter in of_images
-                if pattern == "vision"
-                else fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")
-            )
-        ]
+        named = {p for name, p in model.named_parameters() if fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")}
+        found = of_images if pattern == "vision" else named
         if not found:
             raise UserError(f"policy.freeze: {type(model).__name__} has nothing that {pattern} fits: leave it out")
         for parameter in found:

@@ -100,19 +100,9 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     held_outs = load_held_outs(config, level, tokenizer, ends) if config.eval.every else []
     identity = run_identity(config, prompts.fingerprint, tokenizer)
     checkpoint, state = find_checkpoint(config, identity)
+    sampling, restarts = training_sampling(config, ends), EngineRestarts(config, device, watchdog)
     start = Start(
-        config,
-        screen,
-        tokenizer,
-        level,
-        rewards,
-        prompts,
-        held_outs,
-        training_sampling(config, ends),
-        identity,
-        checkpoint,
-        state,
-        EngineRestarts(config, device, watchdog),
+        config, screen, tokenizer, level, rewards, prompts, held_outs, sampling, identity, checkpoint, state, restarts
     )
     start_engine(start, resources)
     return start

@@ -112,14 +112,11 @@ class Layout:
         rows, columns = targets // width, targets % width
         positions = torch.cat([torch.arange(size) for size in sizes])
         tokens = positions + torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * (width + 1)
-        if (
-            missing := ways - len(tokens)
-        ) > 0:  # Transformers' modules need a token: a sequence that nothing is read of
+        missing = ways - len(tokens)
+        if missing > 0:  # Transformers' modules need a token: a sequence that nothing is read of
             sizes, starts = [*sizes, missing], torch.cat([starts, starts[-1:] + missing])
-            tokens, positions = (
-                torch.cat([tokens, tokens.new_zeros(missing)]),
-                torch.cat([positions, torch.arange(missing)]),
-            )
+            tokens = torch.cat([tokens, tokens.new_zeros(missing)])
+            positions = torch.cat([positions, torch.arange(missing)])
         ends = [len(tokens) * part // ways for part in range(ways + 1)]
         parts, mine = [end - begin for begin, end in pairwise(ends)], slice(ends[place], ends[place + 1])
         states = starts[rows] + columns
