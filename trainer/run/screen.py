@@ -203,9 +203,8 @@ class Report:
             text.append(f"{self.after:.1%}", "bold green" if better else "bold red")
             text.append("  on held-out prompts", "dim")
         if self.rewards:
-            first, last = self.rewards[0], self.rewards[-1]
-            curve = sparkline(self.rewards, 40)
-            rows["reward"] = Text.assemble(f"{first:.3f}  ", (curve, "green"), f"  {last:.3f}")
+            curve = (sparkline(self.rewards, 40), "green")
+            rows["reward"] = Text.assemble(f"{self.rewards[0]:.3f}  ", curve, f"  {self.rewards[-1]:.3f}")
         gap = "not measured" if self.max_gap is None else f"at most {self.max_gap:.1e} nats"
         rows["log-prob gap"] = Text(f"{gap} between trainer and engine")
         for side, states in self.memory.items():

@@ -78,12 +78,12 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         failures = failures + 1 if outcome.step and outcome.step == step else 1
         step = outcome.step
         where = f"step {step}" if step else "an unknown step"
-        if stays := _why_not(code, outcome, failures, where, left):
-            _say(stays)
+        wait, after = pause(failures), f"{left - 1} restart{'s' * (left != 2)} left after that"
+        stays = _why_not(code, outcome, failures, where, left)
+        line = stays or f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}"
+        print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
+        if stays:
             return code
-        wait = pause(failures)
-        after = f"{left - 1} restart{'s' * (left != 2)} left after that"
-        _say(f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}")
         if asked := attempt.sleep(wait):
             return 128 + asked
         first = first if first.checkpoints else outcome
@@ -98,16 +98,11 @@ def _why_not(code: int, outcome: Outcome, failures: int, where: str, left: int) 
         return "not started again: the run was asked to end"
     lasting = [kind for kind in outcome.kinds if kind in _LASTING]
     if code == 2 or lasting:
-        return (
-            f"not started again: {lasting[0] if lasting else 'a mistake in the recipe or the machine'} would come again"
-        )
+        what = lasting[0] if lasting else "a mistake in the recipe or the machine"
+        return f"not started again: {what} would come again"
     if failures == _MOST_FAILURES:
         return f"not started again: {where} has failed {failures} times, the last time as {'; '.join(outcome.reasons)}"
     return "" if left else f"not started again: no restarts left, {where} failed last"
-
-
-def _say(line: str) -> None:
-    print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
 
 
 class _Attempt:
@@ -127,9 +122,8 @@ class _Attempt:
         """Start the command and wait for its end. In a session of its own: Ctrl-C reaches it through us alone, once."""
         outcome, here = os.memfd_create("hotbunk-outcome"), os.getpid()
         environment = os.environ | {OUTCOME: f"/proc/{here}/fd/{outcome}"}
-        blocked = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNALS
-        )  # one that comes before there is a child would be lost
+        # One that comes before there is a child would be lost.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
         def begin() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -210,8 +210,7 @@ class Watchdog:
             silent = silent + _POLL_SECONDS if answers == self._answers else 0.0
             answers = self._answers
             if silent >= _STORE_SILENT_SECONDS:
-                why = f"has had no answer from the first machine for {silent:g} s: it is gone, or the way to it"
-                self._leave(why)
+                self._leave(f"has had no answer from the first machine for {silent:g} s: it is gone, or the way to it")
                 return
 
     def _leave(self, why: str, details: str = "") -> None:
@@ -294,5 +293,4 @@ def alarm(store: dist.Store, why: str) -> None:
 
 def _say(text: str) -> None:
     """Write to standard error at once, so that the ranks' lines do not mix."""
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    print(text, end="", file=sys.stderr, flush=True)
