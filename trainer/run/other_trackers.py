@@ -9,24 +9,34 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.run.records import Rows, write_whole
 
 _PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100  # MLflow's own: characters of a value, and values in a request
 
 
-class OtherTracker(Protocol):
-    """One tracker's run, open."""
+class OtherTracker:
+    """One tracker's run, open. `last` is the last step that the tracker has."""
+
+    last = -1
 
     def log(self, row: dict[str, float | None]) -> None:
-        """A step's figures, train/step among them; those that are not finite are None."""
+        """Bring a step's figures, train/step among them, unless it is there; those that are not finite are None."""
+        if (step := int(row["train/step"] or 0)) > self.last:
+            self.send(step, {key: value for key, value in row.items() if value is not None})
+            self.last = step
+
+    def send(self, step: int, figures: dict[str, float]) -> None:
+        """Bring a step's figures that are finite, train/step among them."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Bring everything to where it belongs."""
+        raise NotImplementedError
 
 
-class TensorBoard:
+class TensorBoard(OtherTracker):
     """Event files in the run's folder `tensorboard`: `tensorboard --logdir runs` shows all runs."""
 
     def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
@@ -34,17 +44,15 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard"
-        known = bool(earlier) and any(place.glob("events.*"))
-        following = earlier[-1]["train/step"] + 1 if earlier else 0
-        self._writer: Any = SummaryWriter(str(place), purge_step=following if known else 0)
-        for row in [] if known else earlier:
-            self.log(row)
+        if earlier and any(place.glob("events.*")):
+            self.last = earlier[-1]["train/step"]
+        self._writer: Any = SummaryWriter(str(place), purge_step=self.last + 1)
 
-    def log(self, row: dict[str, float | None]) -> None:
+    def send(self, step: int, figures: dict[str, float]) -> None:
         """See `OtherTracker`."""
-        for key, value in row.items():
-            if value is not None and key != "train/step":
-                self._writer.add_scalar(key, value, row["train/step"])
+        for key, value in figures.items():
+            if key != "train/step":
+                self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -52,7 +60,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class MLflow:
+class MLflow(OtherTracker):
     """A run at MLFLOW_TRACKING_URI, or in the database `mlflow.db` in the run's folder; its name there is kept."""
 
     def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
@@ -69,39 +77,32 @@ class MLflow:
             self._id = file.read_text("utf-8")
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "train/step")
-            self._last = max((each.step for each in history), default=-1)
+            self.last = max((each.step for each in history), default=-1)
         else:
             found = self._client.get_experiment_by_name(project)
             experiment = found.experiment_id if found else self._client.create_experiment(project)
-            self._id, self._last = self._client.create_run(experiment, run_name=name).info.run_id, -1
+            self._id = self._client.create_run(experiment, run_name=name).info.run_id
             keys = {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
             params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in keys.items()]
             for start in range(0, len(params), _PARAMS_AT_A_TIME):
                 self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_A_TIME])
             write_whole(file, self._id)
-        for row in earlier:
-            self.log(row)
 
-    def log(self, row: dict[str, float | None]) -> None:
+    def send(self, step: int, figures: dict[str, float]) -> None:
         """See `OtherTracker`."""
         from mlflow.entities import Metric
 
-        step = int(row["train/step"] or 0)
-        if step <= self._last:
-            return
         now = int(time.time() * 1000)
-        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in row}  # MLflow takes no other characters
-        self._client.log_batch(
-            self._id, metrics=[Metric(names[key], value, now, step) for key, value in row.items() if value is not None]
-        )
-        self._last = step
+        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in figures}  # MLflow takes no other characters
+        metrics = [Metric(names[key], value, now, step) for key, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         """See `OtherTracker`."""
         self._client.set_terminated(self._id)
 
 
-class Trackio:
+class Trackio(OtherTracker):
     """A run, by its name, in trackio's store on this machine, or where TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says."""
 
     def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
@@ -117,17 +118,11 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self._next = self._run._next_step  # after the last that the store has (trackio/run.py, 0.43)
-        for row in earlier:
-            self.log(row)
+        self.last = self._run._next_step - 1  # the last that the store has (trackio/run.py, 0.43)
 
-    def log(self, row: dict[str, float | None]) -> None:
+    def send(self, step: int, figures: dict[str, float]) -> None:
         """See `OtherTracker`."""
-        step = int(row["train/step"] or 0)
-        if step >= self._next:
-            values = {key: value for key, value in row.items() if value is not None and key != "train/step"}
-            self._run.log(values, step=step)
-            self._next = step + 1
+        self._run.log({key: value for key, value in figures.items() if key != "train/step"}, step=step)
 
     def close(self) -> None:
         """See `OtherTracker`."""

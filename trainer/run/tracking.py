@@ -187,13 +187,15 @@ class Copy:
 class OtherCopy(Copy):
     """The copy in one of the trackers of `tracking.also`."""
 
-    def __init__(self, name: str, start: Callable[[], OtherTracker]) -> None:
-        """`start` makes the tracker of that name, on this copy's thread."""
-        self._start = start
+    def __init__(self, name: str, start: Callable[[], OtherTracker], earlier: Rows) -> None:
+        """`start` makes the tracker of that name, on this copy's thread, and gives it `earlier` rows that it lacks."""
+        self._start, self._earlier = start, earlier
         super().__init__(name)
 
     def _work(self) -> None:
         tracker = self._start()
+        for row in self._earlier:
+            tracker.log(row)
         while (item := self._queue.get())[0] != "finish":
             if item[0] == "log":
                 tracker.log({key: _finite(value) for key, value in item[1].items()})
@@ -317,7 +319,7 @@ def make_tracker(
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
     given = {"folder": folder, "config": config, "earlier": earlier, "name": name, "project": tracking.project}
-    copies: list[Copy] = [OtherCopy(other, partial(OTHER_TRACKERS[other], **given)) for other in tracking.also]
+    copies: list[Copy] = [OtherCopy(each, partial(OTHER_TRACKERS[each], **given), earlier) for each in tracking.also]
     if (mode := _resolve(tracking.wandb)) != "disabled":
         resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
         settings = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
