@@ -39,11 +39,11 @@ class Prompt:
     image_spans: Spans = ()
 
 
-class PromptDataset:
+class PromptDataset(list[Prompt]):
     """Prompts that fit, and the endless sequence in which training sees them."""
 
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
-        self._prompts = list(prompts)
+        super().__init__(prompts)
         self.dropped = dropped  # how many prompts were too long
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
@@ -52,18 +52,9 @@ class PromptDataset:
             digest.update(line.encode())
         self.fingerprint = digest.hexdigest()  # positions are only valid in data with the same one
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self._prompts)
-
     def take(self, position: int, count: int, seed: int) -> list[Prompt]:
         """See `take`."""
-        return take(self._prompts, position, count, seed)
+        return take(self, position, count, seed)
 
 
 def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
@@ -162,9 +153,8 @@ def load_rows(path: str, subset: str | None, split: str, size: int | None = None
         elif not source.is_file():
             cache = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
             if not source.is_dir() and not cache.is_dir() and (reason := out_of_reach()):
-                raise UserError(
-                    f"{path} is not a file or folder, and cannot be fetched from the Hugging Face hub ({reason})"
-                )
+                here = f"{path} is not a file or folder"
+                raise UserError(f"{here}, and cannot be fetched from the Hugging Face hub ({reason})")
             rows = datasets.load_dataset(path, subset, split=split)
         elif kind := _FILE_KINDS.get(source.suffix):
             if kind == "json":  # pyarrow 26 may crash on a null: https://github.com/apache/arrow/issues/47409
