@@ -9,7 +9,7 @@ import torch
 
 from generation.engine.engine import Leader
 from generation.importing import load
-from sharding.apart.orders import EnginesApart, TrainersApart
+from sharding.apart.orders import EnginesApart
 from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager, SyncSettings
 from sharding.ranks import EVERYBODY, rank, world_size
@@ -124,11 +124,6 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
         adapter=adapter,
         way=sync_way(config, policy, source),
     )
-
-
-def build_trainers(config: TrainConfig, leader: Leader | None) -> TrainersApart:
-    """The same path, for a rank that only generates."""
-    return TrainersApart(leader, store(), rank(EVERYBODY), sync_settings(config))
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:

@@ -147,11 +147,6 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
         stop_forking()
 
 
-def training_sampling(config: TrainConfig, stop_token_ids: list[int]) -> SamplingSettings:
-    """Sampling of answers in training."""
-    return SamplingSettings(**config.sampling.model_dump(), stop_token_ids=stop_token_ids)
-
-
 def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]) -> SamplingSettings:
     """Sampling of answers to a held-out dataset: its own settings, else evaluation's; the training's stop strings."""
     shared = config.eval

@@ -8,9 +8,10 @@ from typing import Any
 from generation.engine.sampling import NotFiniteError
 from sharding.apart.orders import TrainersApart
 from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
-from trainer.build import build_sampling, build_trainers
+from trainer.build import build_sampling, sync_settings
 from trainer.config.placement import training_ranks
 from trainer.config.schema import TrainConfig
+from trainer.distributed import store
 from trainer.engines import rank_device
 from trainer.rollouts.apart import hand_over
 from trainer.rollouts.pool import StepAbandoned
@@ -29,7 +30,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
     """
     start = begin(config, watchdog, resources, watchdog.current_phase)
     config = start.config
-    trainers = build_trainers(config, start.leader)
+    trainers = TrainersApart(start.leader, store(), rank(EVERYBODY), sync_settings(config))
 
     def late() -> bool:  # with a lag never: a checkpoint has to have the answers, as their weights will be gone
         return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2

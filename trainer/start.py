@@ -24,7 +24,6 @@ from trainer.engines import (
     rank_device,
     start_server,
     stop_engine,
-    training_sampling,
 )
 from trainer.evaluation import load_held_outs
 from trainer.restarts import EngineRestarts
@@ -100,7 +99,8 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     held_outs = load_held_outs(config, level, tokenizer, ends) if config.eval.every else []
     identity = run_identity(config, prompts.fingerprint, tokenizer)
     checkpoint, state = find_checkpoint(config, identity)
-    sampling, restarts = training_sampling(config, ends), EngineRestarts(config, device, watchdog)
+    sampling = SamplingSettings(**config.sampling.model_dump(), stop_token_ids=ends)
+    restarts = EngineRestarts(config, device, watchdog)
     start = Start(
         config, screen, tokenizer, level, rewards, prompts, held_outs, sampling, identity, checkpoint, state, restarts
     )
