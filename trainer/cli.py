@@ -1,7 +1,6 @@
 """The command line: `hotbunk train|sft|eval|generate|… …`, also `python -m trainer …`; no torch until it is needed."""
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -258,13 +257,12 @@ def _commands() -> dict[str, str]:
 
     They are read, not imported, so that `hotbunk --help` answers before torch could be loaded.
     """
-    trees = {
-        path.stem: ast.parse(path.read_bytes()) for path in sorted(Path(__file__).with_name("commands").glob("*.py"))
-    }
+    files = sorted(Path(__file__).with_name("commands").glob("*.py"))
+    texts = {path.stem: path.read_text("utf-8") for path in files}
     return {
-        name: (ast.get_docstring(tree) or "").splitlines()[0].partition(": ")[2].rstrip(".")
-        for name, tree in trees.items()
-        if any(isinstance(part, ast.FunctionDef) and part.name == "add_arguments" for part in tree.body)
+        name: text.splitlines()[0].partition(": ")[2].rstrip('."')
+        for name, text in texts.items()
+        if "\ndef add_arguments(" in text
     }
 
 

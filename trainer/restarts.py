@@ -70,9 +70,8 @@ class EngineRestarts:
             while True:
                 self._count(self._death(), failure)
                 if self._config.sync.way == "zero_copy" and self._device.type == "cuda":
-                    raise RemoteError(
-                        f"with sync.way zero_copy the policy's weights have gone with the engine: {failure}"
-                    )
+                    lost = "with sync.way zero_copy the policy's weights have gone with the engine"
+                    raise RemoteError(f"{lost}: {failure}")
                 if may_leave and any(exchange(self._watchdog.called_at is not None)):
                     self.sharding.sleep()
                     raise StepAbandoned("an engine has died, and the run is asked to end")

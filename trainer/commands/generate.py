@@ -46,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The model that `model_folder` takes."""
     parser.add_argument("model", help="folder of a run, a checkpoint or a model, or a hub name")
-    parser.add_argument(
-        "--step", type=int, help="take the checkpoint of this step (default: a run's result, or its newest)"
-    )
+    step = "take the checkpoint of this step (default: a run's result, or its newest)"
+    parser.add_argument("--step", type=int, help=step)
 
 
 def main(arguments: argparse.Namespace) -> int:

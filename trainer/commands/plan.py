@@ -38,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
     parser.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
-    parser.add_argument(
-        "--gpu", choices=GPUS, help="plan for this kind, and say how long a step would take, by a model"
-    )
+    kind = "plan for this kind, and say how long a step would take, by a model"
+    parser.add_argument("--gpu", choices=GPUS, help=kind)
     parser.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
     parser.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
     parser.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")

@@ -123,15 +123,10 @@ def phases(rows: Rows) -> Iterator[Sequence[str]]:
     spent = {key: series(rows, key) for key in names}
     everything = sum(sum(values) for _, values in spent.values()) or 1.0
     for key, (steps, values) in sorted(spent.items(), key=lambda item: -sum(item[1][1])):
-        longest = max(values, default=0.0)
         if values:
-            yield (
-                key.removeprefix("time/"),
-                duration(sum(values)),
-                f"{sum(values) / everything:.1%}",
-                f"{statistics.median(values):.3g} s",
-                f"{longest:.3g} s (step {steps[values.index(longest)]})",
-            )
+            spent_here, longest = sum(values), max(values)
+            usual, most = f"{statistics.median(values):.3g} s", f"{longest:.3g} s (step {steps[values.index(longest)]})"
+            yield key.removeprefix("time/"), duration(spent_here), f"{spent_here / everything:.1%}", usual, most
 
 
 def memory(rows: Rows) -> Iterator[Sequence[str]]:

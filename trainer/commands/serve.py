@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
-    parser.add_argument(
-        "--name", help="what clients call the model (default: its folder's name, or its name on the hub)"
-    )
+    name = "what clients call the model (default: its folder's name, or its name on the hub)"
+    parser.add_argument("--name", help=name)
     parser.add_argument("--concurrent", type=int, default=8, help="answers at a time (default: 8)")
     parser.add_argument("--tool-parser", default="hermes", help="form of tool calls, by vLLM's name (default: hermes)")
     parser.add_argument("--reasoning-parser", help="form of thoughts, by vLLM's name")

@@ -113,9 +113,8 @@ def _qwen_vl(
 
 def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> Made:
     begin, end, image, _ = tokenizer.convert_tokens_to_ids(MARKS)
-    tokenizer._set_model_specific_special_tokens(
-        dict(zip(("boi_token", "eoi_token", "image_token"), MARKS, strict=False))
-    )
+    names = zip(("boi_token", "eoi_token", "image_token"), MARKS, strict=False)
+    tokenizer._set_model_specific_special_tokens(dict(names))
     own = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"]}
     config = transformers.Gemma3Config(
         text_config=text | {"query_pre_attn_scalar": 32, "sliding_window": 64},

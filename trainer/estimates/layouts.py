@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.config.placement import check_placement, placement, training_ranks
 from trainer.config.schema import TrainConfig
@@ -22,17 +23,13 @@ class Layout:
 
 def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
     """The recipe with so many ranks that only generate, and what that needs of it; 0: with none."""
-    way = "auto" if apart else "staged" if placement(config).apart else config.sync.way
-    policy = config.policy.model_copy(update={"offload": "none"} if apart else {})
-    changed = {
-        "engine": config.engine.model_copy(
-            update={"placement": "ranks" if apart else "shared", "ranks": apart or 1, "replicas": 1}
-        ),
-        "rollout": config.rollout.model_copy(update={"lag": lag}),
-        "sync": config.sync.model_copy(update={"way": way}),
-        "policy": policy,
+    changed: dict[str, dict[str, Any]] = {
+        "engine": {"placement": "ranks" if apart else "shared", "ranks": apart or 1, "replicas": 1},
+        "rollout": {"lag": lag},
+        "sync": {"way": "auto" if apart else "staged" if placement(config).apart else config.sync.way},
+        "policy": {"offload": "none"} if apart else {},
     }
-    return config.model_copy(update=changed)
+    return config.model_copy(update={key: getattr(config, key).model_copy(update=own) for key, own in changed.items()})
 
 
 def compared(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[Layout]:

@@ -165,9 +165,8 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     way = config.sync.way
     if cut and way == "pull":
         parameters = [parameter for parameter in parameters if parameter.name in whole]
-    plan = BucketPlan(
-        parameters, config.sync.bucket_mib << 20, whole if cut and config.sync.replay and way != "storage" else None
-    )
+    replayed = whole if cut and config.sync.replay and way != "storage" else None
+    plan = BucketPlan(parameters, config.sync.bucket_mib << 20, replayed)
     remote = placement(config).apart or way == "storage"  # so that the worker has buffers of its own
     return BUFFERS * plan.capacity * (2 if remote else 1)
 

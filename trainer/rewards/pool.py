@@ -102,9 +102,6 @@ class RewardPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Kill the workers, whatever they are doing."""
         while self._workers:
             self._workers.pop().kill()
@@ -137,9 +134,8 @@ class RewardPool:
             unusable = self._config.failed == "leave_out" or "unusable" in failures.values()
             return RewardResult(self._config.error_reward, parts, message, unusable, failures)
         try:
-            weighted = [
-                checked_reward(w * parts[label], f"{label} times its weight is") for label, w in self.weights.items()
-            ]
+            shares = ((label, weight * parts[label]) for label, weight in self.weights.items())
+            weighted = [checked_reward(share, f"{label} times its weight is") for label, share in shares]
             return RewardResult(checked_reward(sum(weighted), "the sum of all is"), parts)
         except ValueError as error:
             return RewardResult(self._config.error_reward, parts, str(error), unusable=True)

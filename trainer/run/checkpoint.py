@@ -96,9 +96,8 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
             temporary.mkdir(parents=True)
     with agreed("checkpoint (write)", among=among):
         if not temporary.is_dir():
-            raise UserError(
-                f"{folder} is not shared between the machines of this run; set run.output_dir to a folder that is"
-            )
+            remedy = "set run.output_dir to a folder that is"
+            raise UserError(f"{folder} is not shared between the machines of this run; {remedy}")
         try:
             writer, alone = dcp.FileSystemWriter(temporary, sync_files=True), not dist.is_initialized()
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=among.channel, no_dist=alone)

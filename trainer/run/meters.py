@@ -128,9 +128,8 @@ class MemoryMeter:
             else:
                 # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of
                 # files too, those of libraries, which are shared; they hardly change within a phase.
-                sizes = dict(
-                    re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8", "replace"))
-                )
+                status = Path("/proc/self/status").read_text("utf-8", "replace")
+                sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", status))
                 peak = (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak / _GIB)
 
