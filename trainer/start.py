@@ -17,14 +17,7 @@ from trainer.config.placement import engine_workers
 from trainer.config.schema import TrainConfig
 from trainer.config.ways import local_ranks, settled
 from trainer.data import PromptDataset, load_prompts, load_tokenizer
-from trainer.engines import (
-    end_token_ids,
-    fetch_model,
-    processor_arguments,
-    rank_device,
-    start_server,
-    stop_engine,
-)
+from trainer.engines import end_token_ids, fetch_model, processor_arguments, rank_device, start_server, stop_engine
 from trainer.evaluation import load_held_outs
 from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool

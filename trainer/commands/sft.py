@@ -326,10 +326,7 @@ def _messages(row: dict[str, Any], config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def split_by_author(
-    row: dict[str, Any],
-    config: TrainConfig,
-    renderer: PreTrainedTokenizerBase | ImageProcessor,
-    templated: bool,
+    row: dict[str, Any], config: TrainConfig, renderer: PreTrainedTokenizerBase | ImageProcessor, templated: bool
 ) -> list[Piece]:
     """A row's text in pieces, in turn what the assistant was given and what it wrote; the first is given.
 

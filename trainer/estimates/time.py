@@ -14,13 +14,7 @@ from dataclasses import dataclass, replace
 from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
-from trainer.estimates.memory import (
-    attention_elements,
-    engine_dtype,
-    kv_token_bytes,
-    layer_bytes,
-    recomputed_layers,
-)
+from trainer.estimates.memory import attention_elements, engine_dtype, kv_token_bytes, layer_bytes, recomputed_layers
 from trainer.estimates.model_sizes import ModelSizes, compute_width, shard, shards_of
 from trainer.model_structure import attended
 

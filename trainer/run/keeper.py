@@ -212,12 +212,7 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def save(
-        self,
-        step: int,
-        parts: checkpoint.Parts,
-        extra: dict[str, Any],
-        metrics: dict[str, float],
-        carried: bytes = b"",
+        self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float], carried: bytes = b""
     ) -> None:
         """Save the run as it is now; returns when it is copied, or with `checkpoint.background: false` written.
 
