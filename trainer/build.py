@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import torch
@@ -90,8 +90,7 @@ def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], boo
     sampling = Sampling(
         config, pool, start.prompts, start.sampling, start.held_outs, lengths, give_up=give_up, carried=carried
     )
-    resources.callback(sampling.close)
-    return sampling
+    return resources.enter_context(closing(sampling))
 
 
 def build_source(

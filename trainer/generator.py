@@ -36,7 +36,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
         return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
 
     sampling = build_sampling(start, resources, late)
-    meter = PhaseMeter(rank_device(config), start.leader, watchdog, config.run.first_step_deadline_s)
+    meter = PhaseMeter(config, rank_device(config), start.leader, watchdog)
 
     def run() -> None:
         if grace := config.checkpoint.grace_s:

@@ -9,7 +9,7 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,8 +64,7 @@ class RLTrainer:
         self.policy, reference, critic = build_models(config, device)
         # Whose memory a generation shift can do without, besides the policy's.
         self.tenants = [critic] if critic is not None else []
-        self.sharding = build_sharding(config, self.policy, start.leader)
-        resources.callback(self.sharding.close)
+        self.sharding = resources.enter_context(closing(build_sharding(config, self.policy, start.leader)))
         if isinstance(self.sharding, ShardingManager):  # engines apart are not started again
             self.restarts.sharding = self.sharding
             try:
@@ -90,13 +89,11 @@ class RLTrainer:
         if start.checkpoint is not None:
             load(start.checkpoint, parts)
         carried = self.source.carried  # answers that are not trained yet
-        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried)
-        resources.callback(self.keeper.close)
-        self.tracker = make_run_tracker(config, self.state)
-        resources.callback(self.tracker.close)
+        keeper = Keeper(config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried)
+        self.keeper = resources.enter_context(closing(keeper))
+        self.tracker = resources.enter_context(closing(make_run_tracker(config, self.state)))
         works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}  # a base is its policy
-        deadline, dtype = config.run.first_step_deadline_s, config.policy.dtype
-        self.meter = PhaseMeter(device, start.leader, watchdog, deadline, works=[*works.values()], dtype=dtype)
+        self.meter = PhaseMeter(config, device, start.leader, watchdog, *works.values())
         self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=is_main())
 
     def doing(self) -> str:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
+from sharding.manager import ShardingManager
 from sharding.ranks import agreed, exchange, is_main, world_size
 from sharding.wire.staging import resident_bytes
 from trainer.build import build_models, build_sharding
@@ -91,8 +92,9 @@ class Trial:
         resources.callback(stop_engine, self.leader)
         self.start_seconds = time.perf_counter() - began
         self.policy, _, _ = build_models(config, self.device)
-        self.manager = build_sharding(config, self.policy, self.leader)
-        resources.callback(self.manager.close)
+        manager = build_sharding(config, self.policy, self.leader)
+        assert isinstance(manager, ShardingManager)  # engines are not apart
+        self.manager = resources.enter_context(closing(manager))
         self.manager.connect()
 
     def engine_bytes(self) -> int:

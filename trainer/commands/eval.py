@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,9 @@ class Evaluation:
         """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""
         most = self.config.rollout.max_error_rate
         pool = Pool(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most)
-        try:
-            with self.rewards:
-                # The samples that a training run with this seed would draw before its first step.
-                return {held_out.name: sample_held_out(self.config, pool, held_out) for held_out in self.held_outs}
-        finally:
-            pool.close()
+        with closing(pool), self.rewards:
+            # The samples that a training run with this seed would draw before its first step.
+            return {held_out.name: sample_held_out(self.config, pool, held_out) for held_out in self.held_outs}
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
         """The figures of every dataset, with how it was sampled."""

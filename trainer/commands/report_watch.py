@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,14 +39,10 @@ def _present(folder: Path) -> list[Path]:
 
 def watch(folders: Sequence[Path], port: int) -> int:
     """Serve until Ctrl-C. Raises UserError if a folder is not a run's, or the port is taken."""
-    server = make_server(folders, port)
-    print(f"{folders[0]} at http://127.0.0.1:{server.server_port}/ until Ctrl-C", flush=True)
-    try:
+    with make_server(folders, port) as server, suppress(KeyboardInterrupt):
+        print(f"{folders[0]} at http://127.0.0.1:{server.server_port}/ until Ctrl-C", flush=True)
         server.serve_forever(poll_interval=0.2)
-    except KeyboardInterrupt:
-        print()
-    finally:
-        server.server_close()
+    print()
     return 0
 
 

@@ -10,7 +10,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,12 +131,10 @@ class SftRun:
         parts = {"policy": self.policy}
         if start is not None:
             load(start, parts)
-        self.keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity)
-        resources.callback(self.keeper.close)
-        self.tracker = make_run_tracker(config, self.state)
-        resources.callback(self.tracker.close)
-        device, deadline, works = rank_device(config), config.run.first_step_deadline_s, [self.policy.work]
-        self.meter = PhaseMeter(device, None, watchdog, deadline, works, config.policy.dtype)
+        keeper = Keeper(config, watchdog, self.state, parts=parts, identity=identity)
+        self.keeper = resources.enter_context(closing(keeper))
+        self.tracker = resources.enter_context(closing(make_run_tracker(config, self.state)))
+        self.meter = PhaseMeter(config, rank_device(config), None, watchdog, self.policy.work)
         self._told = -math.inf
 
     def train(self) -> None:

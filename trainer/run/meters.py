@@ -6,7 +6,7 @@ And a trace of some steps of rank 0: its calls of torch, its kernels, and the ph
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from generation.engine.engine import Leader
 from sharding.ranks import agreed, all_reduce_max, all_reduce_sum, world_size
+from trainer.config.schema import TrainConfig
 from trainer.estimates.gpus import peak_flops
 from trainer.model_structure import Work
 from trainer.run.watchdog import Watchdog
@@ -28,23 +29,17 @@ class PhaseMeter:
     """Time and memory of each phase of a step. Phases have the step's deadline; the watchdog names a late one."""
 
     def __init__(
-        self,
-        device: torch.device,
-        leader: Leader | None,
-        watchdog: Watchdog,
-        deadline: float,
-        works: Sequence[Work] = (),
-        dtype: str = "bfloat16",
+        self, config: TrainConfig, device: torch.device, leader: Leader | None, watchdog: Watchdog, *works: Work
     ) -> None:
-        """`works` are those of the models whose operations are counted, computed in `dtype`."""
-        half = device.type == "cuda" and dtype == "bfloat16"
+        """`works` are those of the models whose operations are counted."""
+        half = device.type == "cuda" and config.policy.dtype == "bfloat16"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if half else None
         self._works = works
         self._computed = np.zeros(2)
         self._memory = MemoryMeter(device)
         self._leader = leader
         self._watchdog = watchdog
-        self._deadline = deadline
+        self._deadline = config.run.first_step_deadline_s
         self._seconds: dict[str, float] = {}
         self._engine: dict[str, float] = {}
         self._offloaded = 0.0

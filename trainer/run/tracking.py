@@ -322,7 +322,7 @@ def make_tracker(
     copies: list[Copy] = [OtherCopy(each, partial(OTHER_TRACKERS[each], **given), earlier) for each in tracking.also]
     if (mode := _resolve(tracking.wandb)) != "disabled":
         resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
-        settings = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
+        settings: dict[str, Any] = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
         # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
         file = folder / "wandb_id"
         if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):

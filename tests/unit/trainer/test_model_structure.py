@@ -98,7 +98,9 @@ def meter(monkeypatch: pytest.MonkeyPatch, device: str, works: list[Any], name: 
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 0)
     watchdog = SimpleNamespace(phase=lambda name, deadline, waits_for: nullcontext())
-    return PhaseMeter(torch.device(device), None, watchdog, 60, works, dtype)  # type: ignore[arg-type]
+    run, policy = SimpleNamespace(first_step_deadline_s=60), SimpleNamespace(dtype=dtype)
+    config = SimpleNamespace(run=run, policy=policy)
+    return PhaseMeter(config, torch.device(device), None, watchdog, *works)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
