@@ -108,21 +108,13 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
     adapter = adapter_format(policy.model, config.lora) if adapters else None
+    settings, device = sync_settings(config), policy.device
     if placement(config).apart:
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)
-        settings, host = sync_settings(config), weights_host()
-        return EnginesApart(source, policy.device, settings, generating, store(), host=host, adapter=adapter)
-    return ShardingManager(
-        source,
-        policy.device,
-        sync_settings(config),
-        processes.private_folder(),
-        tensor_parallel_size=config.engine.tensor_parallel_size,
-        leader=leader,
-        adapter=adapter,
-        way=sync_way(config, policy, source),
-    )
+        return EnginesApart(source, device, settings, generating, store(), host=weights_host(), adapter=adapter)
+    folder, size, way = processes.private_folder(), config.engine.tensor_parallel_size, sync_way(config, policy, source)
+    return ShardingManager(source, device, settings, folder, size, leader, adapter=adapter, way=way)
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:

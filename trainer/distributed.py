@@ -29,14 +29,9 @@ _DCP = "torch.distributed.checkpoint"
 TABLE_CLASSES = {  # in a checkpoint's table of tensors, besides torch.Size and dtypes
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the same class; the latter is its name in Python 3.13
     f"{_DCP}.filesystem._StorageInfo",
-    f"{_DCP}.metadata.BytesStorageMetadata",
-    f"{_DCP}.metadata.ChunkStorageMetadata",
-    f"{_DCP}.metadata.Metadata",
-    f"{_DCP}.metadata.MetadataIndex",
-    f"{_DCP}.metadata.StorageMeta",
-    f"{_DCP}.metadata.TensorProperties",
+    *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"{_DCP}.metadata.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     f"{_DCP}.metadata.TensorStorageMetadata",
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
 }
 

@@ -76,15 +76,8 @@ class RLTrainer:
         self.produce = self.source.produce
         if config.checkpoint.rollouts:
             self.produce = Journal(self.source, config, start.identity).produce
-        self.learner = Learner(
-            config,
-            self.policy,
-            reference,
-            pad_id=self.tokenizer.pad_token_id,
-            reward_weights=self.rewards.weights,
-            critic=critic,
-            untrained=self.source.untrained,
-        )
+        pad_id, weights, untrained = self.tokenizer.pad_token_id, self.rewards.weights, self.source.untrained
+        self.learner = Learner(config, self.policy, reference, pad_id, weights, critic=critic, untrained=untrained)
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         if start.checkpoint is not None:
             load(start.checkpoint, parts)
@@ -176,13 +169,11 @@ class RLTrainer:
                 raise NotFiniteError(f"{error}; {culprits(self.policy)}") from None
             self.meter.note_engine_memory("asleep")
         report = self.sharding.report
-        self.meter.add_seconds(report.seconds)
-        self.meter.note_offloaded(report.offloaded)
+        self.meter.note_shift(report.seconds, report.offloaded)
         self.state.syncs_verified += bool(report.verified)
         if report.left_out != self.left_out:
             self.left_out = report.left_out
-            count = len(self.left_out)
-            weights = f"{count} weight{'s' * (count != 1)}"
+            weights = f"{len(self.left_out)} weight{'s' * (len(self.left_out) != 1)}"
             self.screen.note(f"vLLM leaves out {weights} of this model: {', '.join(self.left_out)}")
 
     def sample(self, step: int) -> tuple[StepSampling, Round]:

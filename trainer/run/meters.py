@@ -6,6 +6,7 @@ And a trace of some steps of rank 0: its calls of torch, its kernels, and the ph
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,7 +41,7 @@ class PhaseMeter:
         self._leader = leader
         self._watchdog = watchdog
         self._deadline = config.run.first_step_deadline_s
-        self._seconds: dict[str, float] = {}
+        self._seconds = defaultdict[str, float](float)
         self._engine: dict[str, float] = {}
         self._offloaded = 0.0
 
@@ -50,14 +51,9 @@ class PhaseMeter:
         began, before = time.perf_counter(), self._work_done()
         with self._watchdog.phase(name, self._deadline, waits_for), self._memory.phase(name), record_function(name):
             yield
-        self.add_seconds({name: time.perf_counter() - began})
+        self._seconds[name] += time.perf_counter() - began
         if name == "update":
             self._computed += self._work_done() - before
-
-    def add_seconds(self, seconds: dict[str, float]) -> None:
-        """Count time that was measured elsewhere."""
-        for name, value in seconds.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def note_engine_memory(self, state: str) -> None:
         """Measure the workers' memory now, under the name of the engine's state ("awake" or "asleep"). Collective."""
@@ -66,9 +62,11 @@ class PhaseMeter:
                 used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
                 self._engine[state] = used / _GIB
 
-    def note_offloaded(self, nbytes: int) -> None:
-        """Count the bytes moved to the host for a generation shift; of several shifts the largest counts."""
-        self._offloaded = max(self._offloaded, nbytes / _GIB)
+    def note_shift(self, seconds: dict[str, float], offloaded: int) -> None:
+        """Count a generation shift's own seconds, and its bytes moved to the host; of several shifts the most count."""
+        for name, value in seconds.items():
+            self._seconds[name] += value
+        self._offloaded = max(self._offloaded, offloaded / _GIB)
 
     def take(self) -> dict[str, float]:
         """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective.
@@ -80,7 +78,8 @@ class PhaseMeter:
         metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in ("awake", "asleep")}
         metrics |= self._memory.metrics() | {"memory/offloaded_gib": self._offloaded}
         computed = all_reduce_sum(dict(zip(("tokens", "flops"), self._computed, strict=True)))
-        self._seconds, self._engine, self._offloaded, self._computed = {}, {}, 0.0, np.zeros(2)
+        self._seconds.clear()
+        self._engine, self._offloaded, self._computed = {}, 0.0, np.zeros(2)
         metrics = all_reduce_max(metrics)
         if seconds := world_size() * metrics.get("time/update", 0.0):
             metrics["throughput/update_tokens_per_s_per_device"] = computed["tokens"] / seconds

@@ -109,15 +109,9 @@ class Trackio(OtherTracker):
         """`earlier` are the rows of the steps that a resumed run has behind it."""
         import trackio
 
-        self._run: Any = trackio.init(
-            project,
-            name=name,
-            config=config,
-            resume="allow" if earlier else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        figures_alone = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        resume = "allow" if earlier else "never"
+        self._run: Any = trackio.init(project, name=name, config=config, resume=resume, **figures_alone)
         self.last = self._run._next_step - 1  # the last that the store has (trackio/run.py, 0.43)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
