@@ -39,12 +39,14 @@ from trainer.start import Start
 
 
 @contextmanager
-def joined(config: TrainConfig, timeout: float, lock: RunLock | None) -> Iterator[Watchdog]:
+def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
     """Among the ranks, with signal handlers and a watchdog; at the end all leave together.
 
-    A collective may take `timeout` seconds; `lock` is that of the run's folder, which rank 0 has taken.
+    `lock` is that of the run's folder, which rank 0 has taken.
     """
-    init_process_group(timeout, resolve_device(config), generating_ranks(config), not placement(config).actors)
+    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
+    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
+    init_process_group(longest, resolve_device(config), generating_ranks(config), not placement(config).actors)
     number, ranks = rank(EVERYBODY), world_size(EVERYBODY)
     if lock is not None:
         lock.share(number, ranks)

@@ -142,7 +142,7 @@ def load_rows(path: str, subset: str | None, split: str, size: int | None = None
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
-    source = Path(path)
+    source, cache = Path(path), Path(datasets.config.HF_DATASETS_CACHE)
     try:
         if path.startswith("reasoning_gym:"):
             from generation.rollouts.environments import reasoning_gym
@@ -151,8 +151,8 @@ def load_rows(path: str, subset: str | None, split: str, size: int | None = None
         elif path.startswith("verifiers:"):
             rows = datasets.Dataset.from_list(_tasks(json.loads(subset or "{}")))
         elif not source.is_file():
-            cache = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
-            if not source.is_dir() and not cache.is_dir() and (reason := out_of_reach()):
+            cached = (cache / path.replace("/", "___")).is_dir()
+            if not source.is_dir() and not cached and (reason := out_of_reach()):
                 here = f"{path} is not a file or folder"
                 raise UserError(f"{here}, and cannot be fetched from the Hugging Face hub ({reason})")
             rows = datasets.load_dataset(path, subset, split=split)
@@ -168,7 +168,6 @@ def load_rows(path: str, subset: str | None, split: str, size: int | None = None
     except StopIteration as error:  # how an empty file shows
         raise UserError(f"{path} holds no rows") from error
     except (datasets.exceptions.DatasetsError, ImportError, OSError, ValueError, RecursionError) as error:
-        cache = Path(datasets.config.HF_DATASETS_CACHE)
         if isinstance(error.__cause__ or error, OSError) and (obstacle := unwritable(cache)):
             remedy = "set HF_DATASETS_CACHE, or HF_HOME, to a folder that can be written to"
             raise UserError(f"{path}: its rows are prepared in {cache}, but {obstacle}: {remedy}") from error

@@ -19,9 +19,7 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     forks = resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors
     stop_forking = fork_engines() if forks else lambda: None
-    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
-    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
-    with joined(config, longest, lock) as watchdog, ExitStack() as resources:
+    with joined(config, lock) as watchdog, ExitStack() as resources:
         resources.callback(stop_forking)
         trains = rank(EVERYBODY) < training_ranks(config, world_size(EVERYBODY))
         with watchdog.phase("start-up", config.run.first_step_deadline_s):

@@ -171,14 +171,8 @@ def table(results: Results) -> RenderableType:
     title = f"{results['model']}, {results['seconds']:.0f} s"
     shown = Table("dataset", *columns, title=title, title_justify="left", header_style="bold")
     for name, figures in datasets.items():
-        shown.add_row(
-            name,
-            str(figures["prompts"]),
-            str(figures["answers"]),
-            f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}",
-            *(f"{figures[key]:.3f}" for key in estimates),
-            f"{figures['reward']:.3f}",
-            f"{figures['length']:.1f}",
-            f"{figures['truncated']:.0%}",
-        )
+        counts = (str(figures[key]) for key in ("prompts", "answers"))
+        accuracy = f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}"
+        means = (f"{figures[key]:.3f}" for key in (*estimates, "reward"))
+        shown.add_row(name, *counts, accuracy, *means, f"{figures['length']:.1f}", f"{figures['truncated']:.0%}")
     return shown

@@ -96,8 +96,7 @@ class Transcripts:
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """Train `model.path` for `sft.steps` steps and write it to the run's folder, whose lock rank 0 has taken."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.sft.steps})})
-    longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
-    with joined(config, longest, lock) as watchdog, ExitStack() as resources:
+    with joined(config, lock) as watchdog, ExitStack() as resources:
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
             training = SftRun(config, watchdog, resources)
         training.train()
@@ -178,8 +177,8 @@ class SftRun:
                 batches = batches_of(samples, self.config, pad_id, self.policy)
                 scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
                 logprobs = sum(float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts)
-            loss = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / sum(sample.trainable for sample in samples)
-            losses[name] = loss
+            tokens = sum(sample.trainable for sample in samples)
+            losses[name] = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / tokens
         several = losses.items() if len(losses) > 1 else ()
         return {f"eval/{name}/loss": loss for name, loss in several} | {"eval/loss": statistics.fmean(losses.values())}
 

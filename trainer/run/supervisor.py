@@ -135,7 +135,6 @@ class _Attempt:
             self._child.send_signal(self.asked)
         code = self._child.wait()
         with os.fdopen(outcome, "rb") as file:
-            file.seek(0)
             told = file.read()
         return code if code >= 0 else 128 - code, Outcome(**json.loads(told)) if told else Outcome()
 
