@@ -10,8 +10,7 @@ from trainer.config.placement import training_ranks
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
-from trainer.estimates.budget import over_budget
-from trainer.estimates.memory import GIB
+from trainer.estimates.memory import GIB, over_budget
 from trainer.estimates.model_sizes import model_sizes
 from trainer.model_structure import freeze
 from trainer.policy.attention import require_packing, require_sharing

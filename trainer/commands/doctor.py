@@ -292,9 +292,7 @@ def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Itera
     needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
     reason = "--facts asks for none" if facts_only else f"first mend: {first.what}" if first else ""
-    yield "one engine", 1, reason
-    yield "pull", 1, reason
-    yield "zero copy", 1, reason
+    yield from ((trial, 1, reason) for trial in ("one engine", "pull", "zero copy"))
     if not reason and machine.ranks < 2:
         few = "there are fewer than two devices"
         reason = few if machine.devices else "it takes two devices, or --ranks 2 on a CPU"

@@ -21,10 +21,9 @@ from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age, prompts_ahead
 from trainer.config.ways import local_ranks, settled
 from trainer.errors import UserError
-from trainer.estimates.budget import over_budget
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.layouts import comparison
-from trainer.estimates.memory import GIB, engine_parts, trainer_parts
+from trainer.estimates.memory import GIB, engine_parts, over_budget, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
 from trainer.estimates.time import Lengths, step_costs, step_flops
 from trainer.run.screen import make_console

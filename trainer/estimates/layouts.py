@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.config.placement import check_placement, placement, training_ranks
 from trainer.config.schema import TrainConfig
-from trainer.estimates.budget import over_budget
 from trainer.estimates.gpus import Gpu
+from trainer.estimates.memory import over_budget
 from trainer.estimates.model_sizes import ModelSizes
 from trainer.estimates.time import NODE, Lengths, step_costs
 

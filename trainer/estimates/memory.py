@@ -9,6 +9,7 @@ Legend: w bytes of an element in the compute dtype.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,11 @@ the size of each buffer in which gradients are collected."""
 _CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
 """Usual sizes, not measured here, of a process on a CUDA device, of a group of ranks in NCCL, and of an engine's CUDA
 graphs with their workspaces."""
+
+MARGIN = 1.05
+"""By which the sum may exceed the device: it is right to a few per cent."""
+
+_NAMED = 4  # parts, the largest, that a sentence names
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,27 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
         Part("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
         Part("staging buffers", later, 0, staging_remark),
     ]
+
+
+def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> Iterator[str]:
+    """A sentence for each half of a step in which a rank needs more than its device has, with the largest parts.
+    `ranks`: those that train.
+    """
+    trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
+    crews = [trainer, engine] if placement(config).apart else [[*trainer, *engine]]
+    halves = [
+        (what, {part.name: getattr(part, half) / GIB for part in parts})
+        for parts in crews
+        for what, half in (("while answers are generated", "generating"), ("while the policy is updated", "training"))
+    ]
+    for what, sizes in halves:
+        if (total := sum(sizes.values())) > MARGIN * device_gib:
+            largest = sorted(sizes.items(), key=lambda item: -item[1])[:_NAMED]
+            named = ", ".join(f"{name} {size:.1f}" for name, size in largest if size)
+            yield (
+                f"{what} a rank needs {total:.1f} GiB, and its device has {device_gib:.1f} ({named}): lower "
+                "engine.kv_cache_gib or batch.tokens_per_micro_batch, or use more ranks; hotbunk plan shows all parts"
+            )
 
 
 def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:

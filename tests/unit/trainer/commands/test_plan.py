@@ -16,12 +16,12 @@ from trainer.cli import main
 from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
-from trainer.estimates.budget import over_budget
 from trainer.estimates.memory import (
     Part,
     attention_elements,
     engine_parts,
     kv_token_bytes,
+    over_budget,
     staging_bytes,
     trainer_parts,
 )
