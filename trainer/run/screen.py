@@ -85,11 +85,12 @@ class Progress:
         self._rows = 0
         self._times: list[float] = []  # when the first and the latest row came
         self.console = console or make_console(enabled)
-        self.doing = Doing(str)
+        self._phase: Callable[[], str] = str
+        self._doing, self._since = "", time.monotonic()  # the phase, and since when
 
     def note(self, text: str) -> None:
         """A line between the rows: what is being loaded, saved, resumed."""
-        self.doing.restart()
+        self._since = time.monotonic()
         self.console.print(Text.assemble(("· ", "dim"), text))
 
     @contextmanager
@@ -101,9 +102,9 @@ class Progress:
         if self.console.quiet or not self.console.is_terminal:
             yield
             return
-        self.doing = Doing(phase)
+        self._phase, self._since = phase, time.monotonic()
         with Live(
-            get_renderable=self.doing.line, console=self.console, refresh_per_second=2, transient=True,
+            get_renderable=self.line, console=self.console, refresh_per_second=2, transient=True,
             redirect_stdout=False, redirect_stderr=False,
         ):  # fmt: skip
             self.console.show_cursor(True)  # which Live hides, and a run that ends at once would leave hidden
@@ -135,32 +136,18 @@ class Progress:
         self.console.print()
         self.console.print(report.render())
 
-    def _print(self, row: Text) -> None:
-        self.console.print(row, no_wrap=True, overflow="crop", crop=True, highlight=False)
-
-
-class Doing:
-    """What a run is doing, and since when."""
-
-    def __init__(self, phase: Callable[[], str]) -> None:
-        self._phase = phase
-        self._name = ""
-        self._since = time.monotonic()
-
-    def restart(self) -> None:
-        """Count the seconds from now on."""
-        self._since = time.monotonic()
-
     def line(self) -> Text:
-        """Nothing in the first second: what is quick needs no line."""
+        """The line that says what the run is doing. Nothing in the first second: what is quick needs none."""
         name = self._phase()
         steady = re.sub(r"\d+ answers", "", name)
-        if steady != self._name:
-            self._name = steady
-            self.restart()
+        if steady != self._doing:
+            self._doing, self._since = steady, time.monotonic()
         seconds = time.monotonic() - self._since
         text = "" if seconds < 1 else f"  {name}, {duration(seconds)}"
         return Text(text, "dim", no_wrap=True, overflow="ellipsis")
+
+    def _print(self, row: Text) -> None:
+        self.console.print(row, no_wrap=True, overflow="crop", crop=True, highlight=False)
 
 
 @dataclass(frozen=True)

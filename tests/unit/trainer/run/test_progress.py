@@ -242,13 +242,13 @@ def test_a_terminal_says_what_goes_on_and_a_log_does_not(monkeypatch: pytest.Mon
                 progress.note("something new")
                 assert output.getvalue() == "· something new\n"
                 continue
-            assert progress.doing.line().plain == ""  # nothing is worth a line yet
+            assert progress.line().plain == ""  # nothing is worth a line yet
             now[0] = 103.0
-            assert progress.doing.line().plain == "  start-up, 3 s"
+            assert progress.line().plain == "  start-up, 3 s"
             phase[0] = "step 1 > rollout, 3 answers"
-            progress.doing.line()
+            progress.line()
             now[0], phase[0] = 170.0, "step 1 > rollout, 12 answers"  # the same phase
-            assert progress.doing.line().plain == "  step 1 > rollout, 12 answers, 1 min 07 s"
+            assert progress.line().plain == "  step 1 > rollout, 12 answers, 1 min 07 s"
             progress.note("something new")
-            assert progress.doing.line().plain == ""
+            assert progress.line().plain == ""
         assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().index("\x1b[?25l")  # the cursor is there
