@@ -65,7 +65,13 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{folder} cannot be made: {error.strerror}") from error
     if arguments.model is None:
         with Progress(0, enabled=True).follow(lambda: "making a tiny model"):
-            _make_model(folder / "model")
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which Transformers loads, would warn of no GPU
+            from transformers.utils import logging
+
+            from trainer.commands.tiny_model import make_tiny_model
+
+            logging.disable_progress_bar()
+            make_tiny_model(folder / "model")
     paths = {"data": folder / "data.jsonl", "reward": f"{folder / 'reward.py'}:asked_for"}
     paths |= {"model": arguments.model or folder / "model"}
     paths |= {"name": re.sub(r"[^\w.-]|^\.+", "-", folder.resolve().name, flags=re.ASCII) or "new"}
@@ -79,13 +85,3 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"  {own_command()} report runs/{paths['name']}")
     print(f"  {own_command()} generate runs/{paths['name']} --prompt 'digits, please'")
     return 0
-
-
-def _make_model(folder: Path) -> None:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which Transformers loads, would warn of no GPU
-    from transformers.utils import logging
-
-    from trainer.commands.tiny_model import make_tiny_model
-
-    logging.disable_progress_bar()
-    make_tiny_model(folder)

@@ -73,15 +73,12 @@ def make_tiny_vlm(
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
-    _with_hub_names(folder / "model.safetensors")
-    processor.save_pretrained(folder)
-    return folder
-
-
-def _with_hub_names(file: Path) -> None:
-    """Name the weights of encoders as checkpoints on the hub do: vLLM 0.32 does not know Transformers 5's names."""
+    # Encoders' weights have other names in checkpoints on the hub, and vLLM 0.32 does not know Transformers 5's.
+    file = folder / "model.safetensors"
     weights = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): w for name, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
+    processor.save_pretrained(folder)
+    return folder
 
 
 Made = tuple[PretrainedConfig, Any]

@@ -26,7 +26,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -169,21 +168,14 @@ def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
     new = [name for name in os.listdir(SHARED_MEMORY) if MADE_UP.fullmatch(name) and looks.get(name, 0) < 3]
     if not new:
         return
-    mapped = mapped_files(descendants())
+    # By inodes, not names: glibc maps a semaphore before it gives it its name (sysdeps/pthread/sem_open.c).
+    lines = b"".join(read(f"/proc/{pid}/maps") for pid in descendants()).splitlines()
+    mapped = {int(line.split()[4]) for line in lines if bytes(SHARED_MEMORY) in line}
     for name in new:
         looks[name] = looks.get(name, 0) + 1  # whose process has yet to map it is looked at again
         with suppress(OSError):  # it is gone, or known, or the folder is gone
             if (SHARED_MEMORY / name).stat().st_ino in mapped:
                 (folder / f"remove-{name}").symlink_to(SHARED_MEMORY / name)
-
-
-def mapped_files(pids: Iterable[int]) -> set[int]:
-    """The inodes in shared memory that processes have mapped.
-
-    Not the names: glibc's `sem_open` maps a semaphore before it gives it its name (sysdeps/pthread/sem_open.c).
-    """
-    lines = b"".join(read(f"/proc/{pid}/maps") for pid in pids).splitlines()
-    return {int(line.split()[4]) for line in lines if bytes(SHARED_MEMORY) in line}
 
 
 def remove(folder: Path) -> None:
