@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -200,8 +201,6 @@ def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -
 
 
 def _typed(chat: Chat) -> Iterator[list[int]]:
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             yield chat.ask(input("> " if sys.stdin.isatty() else ""))
-        except EOFError:
-            return

@@ -149,13 +149,12 @@ def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths:
     """Assumed average lengths of prompts and answers: half of the longest by default."""
-    prompt = arguments.prompt_tokens or config.data.max_prompt_tokens / 2
-    answer = arguments.answer_tokens or config.sampling.max_tokens / 2
     most = {"prompt": config.data.max_prompt_tokens, "answer": config.sampling.max_tokens}
-    for name, value in (("prompt", prompt), ("answer", answer)):
+    found = {name: getattr(arguments, f"{name}_tokens") or limit / 2 for name, limit in most.items()}
+    for name, value in found.items():
         if not 1 <= value <= most[name]:
             raise UserError(f"--{name}-tokens is {value:g}, but the recipe has 1 to {most[name]} of them")
-    return Lengths(prompt, answer)
+    return Lengths(**found)
 
 
 def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:

@@ -335,10 +335,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End this process now, its output flushed, without the interpreter's own shutdown. The guardian does the rest."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # closed, or no longer read
             stream.flush()
-        except (OSError, ValueError):  # closed, or no longer read
-            continue
     os._exit(code)
 
 

@@ -183,12 +183,10 @@ class Report:
     def _figures(self) -> Table:
         rows: dict[str, Text] = {}
         if self.after is not None:
-            rows["accuracy"] = text = Text()
-            if self.before is not None:
-                text.append(f"{self.before:.1%}").append("  →  ", "dim")
+            before = ("", "") if self.before is None else (f"{self.before:.1%}", "  →  ")
             better = self.before is None or self.after > self.before
-            text.append(f"{self.after:.1%}", "bold green" if better else "bold red")
-            text.append("  on held-out prompts", "dim")
+            after = (f"{self.after:.1%}", "bold green" if better else "bold red")
+            rows["accuracy"] = Text.assemble(before[0], (before[1], "dim"), after, ("  on held-out prompts", "dim"))
         if self.rewards:
             curve = (sparkline(self.rewards, 40), "green")
             rows["reward"] = Text.assemble(f"{self.rewards[0]:.3f}  ", curve, f"  {self.rewards[-1]:.3f}")
