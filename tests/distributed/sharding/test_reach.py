@@ -12,10 +12,10 @@ import json
 
 import pytest
 
+from scripts.examples.tiny_vlm import make_tiny_vlm
 from tests.support import reach_checks
 from tests.support.launch import run_ranks
 from trainer.commands.tiny_model import make_tiny_model
-from trainer.commands.tiny_vlm import make_tiny_vlm
 
 FAMILIES = [
     ("qwen2", True),

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from scripts.examples.tiny_vlm import make_tiny_vlm
 from tests.support import vision_checks
 from tests.support.launch import run_ranks
-from trainer.commands.tiny_vlm import make_tiny_vlm
 
 
 @pytest.fixture(scope="module")
