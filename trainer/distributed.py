@@ -78,10 +78,8 @@ def init_process_group(
     cuda = device == "cuda" or (device == "auto" and cuda_problem() is None)
     _stay_private()
     distributed_c10d._unpickler = _Unpickler  # type: ignore[misc, assignment]  # others raise UnpicklingError
-    if "RANK" in os.environ:
-        _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))
-    else:
-        _store, rank_, world = dist.HashStore(), 0, 1
+    met = next(dist.rendezvous("env://", timeout=timeout)) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    _store, rank_, world = met
     if rank_ >= world - apart and not apart_have_devices:
         cuda = False
     if cuda:

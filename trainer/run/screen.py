@@ -114,8 +114,7 @@ class Progress:
         """The row of a step; every so often the header again."""
         if self._rows % _ROWS_PER_HEADER == 0:
             header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")
-            for title, width, _, _ in _columns(metrics):
-                header.append(f"{title:>{width}}")
+            header.append("".join(f"{title:>{width}}" for title, width, _, _ in _columns(metrics)))
             self._print(header.append(f"{'left':>11}"))
         self._rows += 1
         self._times = [*self._times[:1], time.monotonic()]

@@ -139,8 +139,7 @@ class Tracker(NullTracker):
 
     def close(self) -> None:
         """Close the files and the copies."""
-        if not self._files["metrics.jsonl"].closed:
-            self._write_rest()
+        self._write_rest()
         for file in self._files.values():
             file.close()
         for copy in self._copies:
