@@ -43,7 +43,8 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
             processes.hold_signals(grace, watchdog.call_all)
         deadline = config.run.first_step_deadline_s
         while True:
-            with watchdog.phase("waiting for weights", 2 * deadline):  # those who train: a step, start or end
+            # For as long as the ranks that train may take for a step, and their start or end.
+            with watchdog.phase("waiting for weights", 2 * deadline):
                 order = trainers.hear()
             if order["kind"] == "end":
                 break
