@@ -181,14 +181,11 @@ class RewardPool:
 
     async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> "_Reply":
         """Call one function, or extract; once more, in a fresh process, where the first ended before it answered."""
-        asked = 0
-        while True:
-            asked += 1
+        for again in (False, True):
             worker = await self._next_worker()
-            answered = False
+            reply = None
             try:
                 reply = await worker.ask(index, completion, offered, self._config.timeout_s)
-                answered = True
                 return reply
             except TimeoutError:
                 return _Reply(error=f"took longer than reward.timeout_s={self._config.timeout_s:g}", kind="timeout")
@@ -196,17 +193,18 @@ class RewardPool:
                 return _Reply(error=str(error), kind="died")
             except (EOFError, OSError):
                 code = worker.kill()
-                if asked == 2:
+                if again:
                     sentence = f"ended its process with exit code {code}, as when it was asked before"
                     return _Reply(error=sentence, kind="died")
             except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
                 sentence = f"cannot be given this row: {type(error).__name__}: {error}"
                 return _Reply(error=_valid(sentence), kind="raised")
             finally:
-                if answered:
+                if reply is not None:
                     self._idle.put_nowait(worker)
                 else:
                     self._replace(worker)
+        raise AssertionError("the second call has an outcome")
 
     async def _next_worker(self) -> "_Worker":
         """The next that is free and alive."""
