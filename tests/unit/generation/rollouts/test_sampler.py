@@ -212,8 +212,8 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
         assert request.parent is answer
         assert request.seen.ids[: len(answer.ids)] == answer.ids
     tokenizer = small_tokenizer()
-    assert tokenizer.decode(text.token_ids[len(answer.ids) :]) == "<tool>3"
-    assert tokenizer.decode(chat.token_ids[len(answer.ids) :]) == "<user>more<assistant>"
+    assert tokenizer.decode(text.seen.ids[len(answer.ids) :]) == "<tool>3"
+    assert tokenizer.decode(chat.seen.ids[len(answer.ids) :]) == "<user>more<assistant>"
 
 
 def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> None:
@@ -221,16 +221,16 @@ def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> No
     prompts, start, answer = prompts_after("", [2])
     asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])
     assert asked_again.parent is None
-    assert asked_again.token_ids == start.token_ids
+    assert asked_again.seen.ids == start.token_ids
     assert followed.parent is answer
-    assert followed.token_ids[: len(answer.ids)] == answer.ids
+    assert followed.seen.ids[: len(answer.ids)] == answer.ids
 
 
 def test_prompts_come_in_all_forms() -> None:
     prompts, start, _ = prompts_after("x", [7])
     ids = start.token_ids
-    assert [r.token_ids for r in prompts.requests(start)] == [ids]
-    assert [r.token_ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])][:3] == [
+    assert [r.seen.ids for r in prompts.requests(start)] == [ids]
+    assert [r.seen.ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])][:3] == [
         ids
     ] * 3
     assert [len(prompts.requests(form)) for form in ("text", ids, {"prompt": "q"}, ["a", "b"], [ids, ids])] == [
@@ -241,7 +241,7 @@ def test_prompts_come_in_all_forms() -> None:
         2,
     ]
     [templated] = prompts.chat_requests(start.messages, None, {})
-    assert templated.token_ids == ids
+    assert templated.seen.ids == ids
     with pytest.raises(ValueError, match="needs messages"):
         prompts.chat_requests([], None, {})
 
