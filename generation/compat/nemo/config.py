@@ -212,10 +212,8 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
         counts = f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs"
         raise ValueError(f"{counts}: leave it at 1.0, {remedy}")
     if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
-        wanted = (
-            "1.0, since Ray gives an engine of several GPUs whole ones" if size > 1 else "more than 0, and 1 at most"
-        )
-        raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {wanted}")
+        whole, share = "1.0, since Ray gives an engine of several GPUs whole ones", "more than 0, and 1 at most"
+        raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {whole if size > 1 else share}")
     return size * fraction_of_gpus
 
 
