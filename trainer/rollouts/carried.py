@@ -167,18 +167,10 @@ class CarriedPool:
         readable = level.image_rules is None or level.function is one_shot
         readable &= self._config.model.routes != "engine"
         for place, sample, so_far in self._episodes.parked() if self._episodes is not None and readable else ():
-            prompt = self._flights[place].prompt
-            parked = Trajectory(
-                place,
-                sample,
-                so_far.prompt_ids,
-                so_far.token_ids,
-                [1] * len(so_far.token_ids),
-                so_far.logprobs,
-                versions=so_far.versions,
-                images=tuple(image.read() for image in prompt.images),
-                image_spans=prompt.image_spans,
-            )
+            prompt, told, versions = self._flights[place].prompt, so_far.token_ids, so_far.versions
+            mask = [1] * len(told)
+            parked = Trajectory(place, sample, so_far.prompt_ids, told, mask, so_far.logprobs, versions=versions)
+            parked.images, parked.image_spans = tuple(image.read() for image in prompt.images), prompt.image_spans
             found.append(parked)
         found += [t for group in self.groups() for done in group.done.values() for t in done if not t.error]
         present = [t for t in found if t.weight_version == self.version and any(t.loss_mask)]
@@ -236,16 +228,10 @@ class CarriedPool:
             """Score by the reward functions."""
             await engines.score(trajectory, prompt)
 
-        return Beginning(
-            group,
-            replace(settings, seed=self._config.run.seed, step=steps + 1),
-            index,
-            prompt.token_ids,
-            prompt.row,
-            None if messages is None else messages[0],
-            score,
-            engines.setup([prompt]).seen(0),
-        )
+        own = replace(settings, seed=self._config.run.seed, step=steps + 1)
+        seen = engines.setup([prompt]).seen(0)
+        said = None if messages is None else messages[0]
+        return Beginning(group, own, index, prompt.token_ids, prompt.row, said, score, seen)
 
     def _trajectories(self, places: list[int]) -> list[Trajectory]:
         """Take out this engine's trajectories of the groups in these places, numbered by their places' order."""

@@ -199,12 +199,9 @@ class Pool:
             trajectory.vote = await self._rewards.extract(completion)
         if not self._rewards.labels:
             return
+        asked, reason = self.tokenizer.decode([*prompt.token_ids], skip_special_tokens=False), trajectory.finish_reason
         result = await self._rewards.score(
-            prompt=self.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False),
-            completion=completion,
-            row=prompt.row,
-            finish_reason=trajectory.finish_reason,
-            trajectory=trajectory,
+            prompt=asked, completion=completion, row=prompt.row, finish_reason=reason, trajectory=trajectory
         )
         trajectory.reward_parts |= result.parts
         trajectory.metrics["time/reward"] = time.perf_counter() - start
