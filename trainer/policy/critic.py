@@ -36,15 +36,12 @@ class Critic(ShardedModel):
             raise UserError(f"{model.path} cannot be a critic: {lacks}; set critic.shared to true") from error
         hf_format.checkpoint_activations(built, settings.activation_checkpointing)
         fresh = HEAD not in hf_format.SafetensorsFolder(source).names
-        super().__init__(
-            ValueModule(built, hf_format.make_vision(built, source)),
-            built,
-            source,
-            settings=settings,
-            device=device,
-            total_updates=total_updates,
-            start=lambda name, shape: torch.zeros(shape) if fresh and name == HEAD else None,
-        )
+        module = ValueModule(built, hf_format.make_vision(built, source))
+
+        def start(name: str, shape: torch.Size) -> Tensor | None:
+            return torch.zeros(shape) if fresh and name == HEAD else None
+
+        super().__init__(module, built, source, settings, device, total_updates, start=start)
 
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
         """Values [B, T-1] float32 for each batch, 0 where its loss mask is 0; without gradients. Collective."""

@@ -75,9 +75,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
         # DeepSpeed divides gradients by the number of ranks.
         record, ranks = model.routes == "recorded", world_size()
         self.routing = Routing(self.model, self._routers, record, ranks) if self._routers else None
-        module = PolicyModule(
-            self.model, policy.fp32_head, routing=self.routing, vision=hf_format.make_vision(self.model, self.source)
-        )
+        vision = hf_format.make_vision(self.model, self.source)
+        module = PolicyModule(self.model, policy.fp32_head, routing=self.routing, vision=vision)
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
         # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).

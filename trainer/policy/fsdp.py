@@ -48,11 +48,7 @@ class ShardedModel(Offloadable):
         start: hf_format.StartValue = lambda name, shape: None,  # see `hf_format.load_sharded`
     ) -> None:
         """Shard and load. Between calls the model's parameters are DTensors, sharded on dimension 0."""
-        super().__init__(
-            settings.offload,
-            state=lambda: (state[key] for state in self.optimizer.state.values() for key in MOMENTS),
-            weights=self._weights,
-        )
+        super().__init__(settings.offload, self._moments, self._weights)
         self.module, self.model, self.source, self.device, self.config = module, model, source, device, settings
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
@@ -114,6 +110,9 @@ class ShardedModel(Offloadable):
 
     def _load(self, start: hf_format.StartValue) -> None:
         hf_format.load_sharded(self.model, self.source, self.device, start)
+
+    def _moments(self) -> Iterator[Tensor]:  # which only an update needs
+        return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
 
     def _weights(self) -> Iterator[Tensor]:  # which a generation shift can do without once the engines have them
         return self.module.parameters()
@@ -240,16 +239,9 @@ class FsdpPolicy(ShardedModel, Policy):
             hf_format.checkpoint_activations(built, policy.activation_checkpointing)
         routers = asked_routers(built, model.routes) if trainable else {}
         self.routing = Routing(built, routers, model.routes == "recorded") if routers else None
-        super().__init__(
-            PolicyModule(built, policy.fp32_head, value_head, self.routing, hf_format.make_vision(built, source)),
-            built,
-            source,
-            settings=policy,
-            device=device,
-            total_updates=total_updates,
-            trainable=trainable,
-            start=partial(start_value, seed=lora.seed),
-        )
+        vision, start = hf_format.make_vision(built, source), partial(start_value, seed=lora.seed)
+        module = PolicyModule(built, policy.fp32_head, value_head, self.routing, vision)
+        super().__init__(module, built, source, policy, device, total_updates, trainable, start)
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients. Collective."""

@@ -1,5 +1,6 @@
 """A policy that Accelerate has prepared, for a training loop of one's own that samples from an engine."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -35,11 +36,10 @@ class PreparedPolicy(Offloadable):
             self._inner.register_step_post_hook(self._count)
         elif offload != "none":
             raise UserError("offload must be none with DeepSpeed: set offload_optimizer in its own configuration")
-        super().__init__(
-            offload,
-            state=lambda: (t for state in self._inner.state.values() for t in state.values() if torch.is_tensor(t)),
-            weights=self.model.parameters,
-        )
+        super().__init__(offload, self._state_tensors, self.model.parameters)
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        return (t for state in self._inner.state.values() for t in state.values() if torch.is_tensor(t))
 
     def _count(self, *_: object) -> None:
         self._steps += 1
