@@ -351,11 +351,11 @@ class MergingWeightSource(FsdpWeightSource):
         factors: dict[str, torch.Tensor] = {}
         for name, (a, b, _) in self._adapters.items():
             factors |= {f"A of {name}": a, f"B of {name}": b}
-        return FsdpWeightSource(
-            [*self._tensors.items(), *factors.items()],
-            self._dtype,
-            lambda name, shape: one_piece(name, shape) if name in factors else self._layout(name, shape),
-        )
+
+        def layout(name: str, shape: torch.Size) -> Sequence[tuple[str, int, tuple[int, ...]]]:
+            return one_piece(name, shape) if name in factors else self._layout(name, shape)
+
+        return FsdpWeightSource([*self._tensors.items(), *factors.items()], self._dtype, layout)
 
     def additions(self) -> dict[str, Addition]:
         return {name: (adapter.scale, f"B of {name}", f"A of {name}") for name, adapter in self._adapters.items()}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
@@ -84,6 +84,11 @@ class GroupStore:
     def __init__(self, store: Store, where: str) -> None:
         self._store: Any = store  # its stubs know of no bytes
         self._where = where
+
+    @classmethod
+    def at(cls, host: str, port: int, timeout: float) -> Self:
+        """The store that a trainer serves there. Raises as `connect_store`."""
+        return cls(connect_store(host, port, timeout), f"{host}:{port}")
 
     def put(self, key: str, value: bytes) -> None:
         """Write a key."""

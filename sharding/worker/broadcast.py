@@ -11,15 +11,7 @@ import torch
 from torch.distributed import Work
 
 from sharding.wire.channel import SyncError
-from sharding.wire.group import (
-    BroadcastGroup,
-    GroupError,
-    GroupStore,
-    StoreChannel,
-    connect_store,
-    own_address,
-    wait_until,
-)
+from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, own_address, wait_until
 from sharding.wire.staging import STAMP_BYTES, local_buffers, stamped_bucket
 from sharding.worker.receiver import ChannelCarrier
 
@@ -43,7 +35,7 @@ class Membership:
         Raises TimeoutError: not all members came in time.
         """
         self.place = place
-        self.store = GroupStore(connect_store(place.ip, place.port, timeout), f"{place.ip}:{place.port}")
+        self.store = GroupStore.at(place.ip, place.port, timeout)
         self.channel = StoreChannel(self.store, f"from/{place.rank}", f"to/{place.rank}")
         try:
             self.token = self._claim(device, device_id)
@@ -75,7 +67,7 @@ class Membership:
         """True if this is a membership in the group that `place` describes, and the group can be used."""
         try:
             self.store.check_aborted()
-            now = msgspec.msgpack.decode(GroupStore(connect_store(place.ip, place.port, 1.0), "").read("group"))
+            now = msgspec.msgpack.decode(GroupStore.at(place.ip, place.port, 1.0).read("group"))
         except (SyncError, TimeoutError):
             return False
         return place == self.place and str(now["token"]).encode() == self.token

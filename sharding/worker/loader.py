@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from sharding.wire.channel import SyncError
 from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
-from sharding.worker.recording import LoadWatcher, Recording, overlaps, storage_key
+from sharding.worker.recording import LoadWatcher, Recording, overlaps, parameter_storages, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
@@ -225,7 +225,6 @@ class WeightLoader:
         self._model, self._config = model, vllm_config
         self._reprocessed = list(reprocessed)
         self._reload = Reload(model, self._reprocessed, vllm_config)
-        self._records = model not in self._reprocessed
         self._watcher = LoadWatcher()
         self.arrivals = Arrivals({})
 
@@ -236,10 +235,10 @@ class WeightLoader:
         """
         check_unpacked(self._model, self._reprocessed)
         self.arrivals = Arrivals(weights)
-        if not (self._records and replay):
+        if self._model in self._reprocessed or not replay:
             self.recording = None
         elif self.recording is None or not self.recording.fits(self._model, weights):
-            self.recording = self._watcher.recording = Recording.of(self._model, weights)
+            self.recording = self._watcher.recording = Recording(weights, parameter_storages(self._model))
         self._reload.begin()
 
     def take_in_place(self) -> None:
@@ -295,12 +294,11 @@ class WeightLoader:
         name, offset, values = part
         loaded = [self._replay_parts([(name, offset, values[:0])])]  # a worker may need nothing of it
         assert self.recording is not None
-        factors.add(
-            values,
-            offset,
-            lambda first, sums: loaded.append(self._replay_parts([(name, first, sums)])),
-            partial(self.recording.reads, name),
-        )
+
+        def take(first: int, sums: torch.Tensor) -> None:
+            loaded.append(self._replay_parts([(name, first, sums)]))
+
+        factors.add(values, offset, take, partial(self.recording.reads, name))
         return sum(loaded)
 
     def _replay_parts(self, parts: list[Part]) -> int:

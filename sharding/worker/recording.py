@@ -105,11 +105,6 @@ class Recording:
     sealed: dict[str, list[tuple[View, Tensor]]] = field(default_factory=dict)
     complete: bool = False
 
-    @classmethod
-    def of(cls, model: torch.nn.Module, weights: Manifest) -> "Recording":
-        """An empty recording of these weights, for a model as it is now."""
-        return cls(weights, parameter_storages(model))
-
     def note_copy(self, name: str, weight: Origin | None, source: Tensor, target: Tensor) -> None:
         """A loader copies `source`, a view of the weight unless it computed it, to `target`.
         Without `weight` it is one that came earlier, and that its loader has kept.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sharding.wire.manifest import View
-from sharding.worker.recording import LoadWatcher, Recording, _covers_once, storage_key
+from sharding.worker.recording import LoadWatcher, Recording, _covers_once, parameter_storages, storage_key
 
 
 class Fused(nn.Module):
@@ -62,7 +62,7 @@ def weights(seed: int, start: int = 0) -> list[tuple[str, Tensor]]:
 
 def record(model: nn.Module, sent: list[tuple[str, Tensor]], whole: bool = False) -> Recording:
     watcher = LoadWatcher()
-    watcher.recording = recording = Recording.of(model, MANIFEST)
+    watcher.recording = recording = Recording(MANIFEST, parameter_storages(model))
     watcher.expect(sent)
     with watcher:
         model.load_weights(sent)
@@ -118,7 +118,7 @@ def test_a_recording_fits_only_the_memory_and_the_weights_it_is_of() -> None:
         assert not recording.fits(model, MANIFEST | other)
     model.qk = nn.Parameter(torch.zeros(6, 4))
     assert not recording.fits(model, MANIFEST)
-    assert not Recording.of(model, {}).fits(model, {}), "nothing was recorded"
+    assert not Recording({}, parameter_storages(model)).fits(model, {}), "nothing was recorded"
 
 
 def test_a_recording_keeps_no_staging_memory_alive() -> None:
