@@ -83,8 +83,8 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_sequence_parallel(config, training, command)
         problems += _check_positions(config, command)
         problems += _check_lora(config, command)
+    problems += _check_images(config)
     if command == "sft":
-        problems += _check_images(config)
         problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
         problems += _check_run(config)
     else:
@@ -92,7 +92,6 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_lengths(config)
         problems += _check_rollout(config)
         problems += _check_extra(config, command)
-        problems += _check_images(config)
         problems += _check_memory(config)
     if command == "train":
         problems += check_placement(config, ranks, neighbours)

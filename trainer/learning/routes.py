@@ -21,19 +21,17 @@ def checked_routes(trajectory: Trajectory, format: RouteFormat) -> Tensor:
     depends on them, so they may go to the first experts. Raises ValueError naming sample and layer where anything else
     is missing, or is not a route.
     """
-    who = f"prompt {trajectory.prompt_index} sample {trajectory.sample_index}"
+    engine = f"prompt {trajectory.prompt_index} sample {trajectory.sample_index}: the engine"
     mask = trajectory.loss_mask
     tokens = len(trajectory.prompt_ids) + len(mask)
     needed = tokens - 1 - mask[::-1].index(1) if 1 in mask else 0
     if (given := trajectory.routes) is None:
-        raise ValueError(f"{who}: the engine gave no routes; rollouts of one's own must keep those of `Generation`")
+        raise ValueError(f"{engine} gave no routes; rollouts of one's own must keep those of `Generation`")
     if len(given) < needed:
-        raise ValueError(
-            f"{who}: the engine gave {len(given)} rows of routes for {needed} tokens that an answer follows"
-        )
+        raise ValueError(f"{engine} gave {len(given)} rows of routes for {needed} tokens that an answer follows")
     if given.ndim != 3 or given.shape[1] <= format.layers[-1] or given.shape[2] != format.top_k:
         shape = f"layers up to {format.layers[-1]} and {format.top_k} experts in each"
-        raise ValueError(f"{who}: the engine's routes are {list(given.shape)}, which does not fit {shape}")
+        raise ValueError(f"{engine}'s routes are {list(given.shape)}, which does not fit {shape}")
     rows = torch.from_numpy(given[: tokens - 1, list(format.layers)])
     ordered = rows.long().sort(-1).values
     outside = (ordered >= format.experts).any(-1)
@@ -41,9 +39,7 @@ def checked_routes(trajectory: Trajectory, format: RouteFormat) -> Tensor:
     for wrong, said in ((outside, f"an expert that is not among {format.experts}"), (twice, "one expert twice")):
         if wrong.any():
             token, position = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"{who}: the engine's routes send token {token} in layer {format.layers[position]} to {said}"
-            )
+            raise ValueError(f"{engine}'s routes send token {token} in layer {format.layers[position]} to {said}")
     padding = torch.arange(format.top_k).expand(tokens - 1 - len(rows), len(format.layers), format.top_k)
     return torch.cat([rows.to(format.dtype), padding.to(format.dtype)])
 

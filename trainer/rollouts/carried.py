@@ -89,7 +89,12 @@ class CarriedPool:
         """
         self._engines.begin_round()
         if settings.step != self._step:
-            self._begin_step(settings.step)
+            self._step, self._figures, self._steps_old, self._tokens = settings.step, {}, [], []
+            # Copies, since groups that go on change.
+            self._before = [
+                replace(group, done=dict(group.done), unfinished={n: replace(u) for n, u in group.unfinished.items()})
+                for group in self.groups()
+            ]
         resumed = self._resume()
         fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
         groups = resumed + self._deal(self._prompts(position, fresh), position, terms.lengths)
@@ -180,14 +185,6 @@ class CarriedPool:
         """End the episodes under way."""
         if self._engines.leader is not None and self._episodes is not None:
             self._engines.leader.thread.run(self._episodes.stop(), _STOP_SECONDS, "ending the carried episodes")
-
-    def _begin_step(self, step: int) -> None:
-        self._step, self._figures, self._steps_old, self._tokens = step, {}, [], []
-        # Copies, since groups that go on change.
-        self._before = [
-            replace(group, done=dict(group.done), unfinished={n: replace(u) for n, u in group.unfinished.items()})
-            for group in self.groups()
-        ]
 
     def _resume(self) -> list[CarriedGroup]:
         """The groups of this engine's share of a checkpoint, which are to go on. Collective, the first time."""
