@@ -26,12 +26,14 @@ from sharding.wire.group import own_address
 from trainer.errors import UserError
 
 _DCP = "torch.distributed.checkpoint"
+_METADATA = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
 TABLE_CLASSES = {  # in a checkpoint's table of tensors, besides torch.Size and dtypes
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the same class; the latter is its name in Python 3.13
     f"{_DCP}.filesystem._StorageInfo",
-    *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    *(f"{_DCP}.metadata.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
-    f"{_DCP}.metadata.TensorStorageMetadata",
+    *(f"{_DCP}.metadata.{name}" for name in _METADATA),
     "torch.serialization._get_layout",
 }
 

@@ -121,7 +121,9 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
     if kind == "DEEPSPEED":
         section = config.deepspeed_config
         zero = DeepSpeedPlugin(
-            **{key: section.get(key) for key in ("zero_stage", "gradient_clipping", "offload_optimizer_device")}
+            zero_stage=section.get("zero_stage"),
+            gradient_clipping=section.get("gradient_clipping"),
+            offload_optimizer_device=section.get("offload_optimizer_device"),
         )
         if zero.zero_stage not in (1, 2, 3):
             raise ValueError(f"zero_stage is {zero.zero_stage}, but policy.zero_stage is 1, 2 or 3")

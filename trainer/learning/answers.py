@@ -115,16 +115,29 @@ def _decoded(who: int, told: bytes, own: Sequence[Trajectory]) -> list[Answer]:
         told, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
     )
     answers, afar = [], f"an error on rank {who}"
-    for index, (*numbers, flags) in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):  # in the order of the fields
+    for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
+        prompt, sample, reward, length, sampled, count, runs, flags = row
         trajectory = own[index] if who == rank() else None
-        error = (trajectory.error if trajectory else afar) if flags & _FAILED else ""
-        misjudged = (trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else ""
-        cut, begins = bool(flags & _CUT), bool(flags & _FIRST)
-        rewards, older = turns.get(index, []), old.get(index, 0)
-        fields: list[Any] = [who, *numbers, cut, begins, misjudged, error, rewards, older, trajectory]
-        answer = Answer(*fields)
-        if parts:
-            answer.reward_parts, answer.vote = parts[index]
+        reward_parts, vote = parts[index] if parts else ({}, None)
+        answer = Answer(
+            rank=who,
+            prompt_index=prompt,
+            sample_index=sample,
+            reward=reward,
+            length=length,
+            sampled=sampled,
+            turns=count,
+            runs=runs,
+            cut=bool(flags & _CUT),
+            begins=bool(flags & _FIRST),
+            misjudged=(trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else "",
+            error=(trajectory.error if trajectory else afar) if flags & _FAILED else "",
+            turn_rewards=turns.get(index, []),
+            old=old.get(index, 0),
+            trajectory=trajectory,
+            reward_parts=reward_parts,
+            vote=vote,
+        )
         answers.append(answer)
     return answers
 
