@@ -95,29 +95,8 @@ class Pool:
         self.begin_round()
         order = starting_order(prompts, terms.lengths)
 
-        async def sample(leader: Leader) -> list[Trajectory]:
-            """The trajectories of this engine's share of the prompts, scored."""
-            engine, tokenizer = leader.engine, self.tokenizer
-            ids, level, key = [prompt.token_ids for prompt in prompts], self.level, f"rollout/{self._rounds}"
-
-            def claim() -> int | None:
-                """Prompts are handed out by a counter in the ranks' store: no server, and each goes to one engine."""
-                index = self._store.add(key, 1) - 1
-                return order[index] if index < len(ids) else None
-
-            async def score(trajectory: Trajectory) -> None:
-                await self.score(trajectory, prompts[trajectory.prompt_index], voting)
-
-            if level.function is not None:
-                setup = self.setup(prompts)
-                return await rollout(engine, ids, settings, claim, score, setup, self.engines)
-            assert level.sampler is not None  # which wants all its prompts at once: engines share them out beforehand
-            share = [index for _ in range(-(-len(ids) // self.engines)) if (index := claim()) is not None]
-            messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
-            rules = level.image_rules
-            images = [(prompt.images, prompt.image_spans) for prompt in prompts] if rules else None
-            batch = prompt_batch(ids, share, tokenizer, settings.group_size, messages, rows, images)
-            return await sample_batch(engine, tokenizer, level.sampler, batch, settings, score, terms.timeout, rules)
+        def sample(leader: Leader) -> Coroutine[Any, Any, list[Trajectory]]:
+            return self._sample(leader, prompts, settings, terms.timeout, voting, order)
 
         sampled = self.on_leaders(sample, terms, settings.step)
         answers = gather_answers(sampled or [], terms.details)
@@ -174,6 +153,37 @@ class Pool:
         """Stop what episodes have started; before the engine stops."""
         if self.leader is not None:
             self.leader.thread.run(self.level.aclose(), _CLOSE_SECONDS, "ending the rollouts")
+
+    async def _sample(
+        self,
+        leader: Leader,
+        prompts: list[Prompt],
+        settings: RolloutSettings,
+        timeout: float,
+        voting: bool,
+        order: Sequence[int],
+    ) -> list[Trajectory]:
+        """The trajectories of this engine's share of the prompts, which are begun in that order, scored."""
+        ids, level, key = [prompt.token_ids for prompt in prompts], self.level, f"rollout/{self._rounds}"
+
+        def claim() -> int | None:
+            """Prompts are handed out by a counter in the ranks' store: no server, and each goes to one engine."""
+            index = self._store.add(key, 1) - 1
+            return order[index] if index < len(ids) else None
+
+        async def score(trajectory: Trajectory) -> None:
+            await self.score(trajectory, prompts[trajectory.prompt_index], voting)
+
+        if level.function is not None:
+            setup = self.setup(prompts)
+            return await rollout(leader.engine, ids, settings, claim, score, setup, self.engines)
+        assert level.sampler is not None  # which wants all its prompts at once: engines share them out beforehand
+        share = [index for _ in range(-(-len(ids) // self.engines)) if (index := claim()) is not None]
+        messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
+        rules = level.image_rules
+        images = [(prompt.images, prompt.image_spans) for prompt in prompts] if rules else None
+        batch = prompt_batch(ids, share, self.tokenizer, settings.group_size, messages, rows, images)
+        return await sample_batch(leader.engine, self.tokenizer, level.sampler, batch, settings, score, timeout, rules)
 
     def setup(self, prompts: Sequence[Prompt]) -> EpisodeSetup:
         """The arguments of the episodes of these prompts."""

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from generation.engine.engine import Leader
 from generation.engine.thread import EngineThread
+from generation.rollouts.episodes import RolloutSettings
 from trainer.rollouts.pool import Pool, StepAbandoned, Terms, unless
 
 
@@ -37,13 +38,15 @@ def test_work_that_is_done_gives_its_result_or_its_error() -> None:
         asyncio.run(unless(lambda: False, answer(0)))
 
 
-def test_a_step_is_abandoned_on_every_rank() -> None:
+def test_a_step_is_abandoned_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = EngineThread()
     leader: Any = Leader(SimpleNamespace(not_finite=None), thread)  # type: ignore[arg-type]
     pool = Pool(leader, None, None, HashStore(), SimpleNamespace())  # type: ignore[arg-type]
     ended: list[str] = []
+    monkeypatch.setattr(pool, "_sample", lambda *_: endless(ended))
+    settings = RolloutSettings(1, None, 0, 0, step=7)  # type: ignore[arg-type]
     looks = iter([False, True])
     with pytest.raises(StepAbandoned, match="the rollouts of step 7 were given up"):
-        pool.on_leaders(lambda _: endless(ended), Terms(120, lambda: next(looks)), step=7)
+        pool.run([], settings, Terms(120, lambda: next(looks)))
     assert ended == ["cancelled"]
     thread.close()
