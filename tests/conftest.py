@@ -198,7 +198,7 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def make(**sizes: Any) -> Path:
         key = tuple(sorted(sizes.items()))
         if key not in made:
-            from scripts.examples.tiny_vlm import make_tiny_vlm
+            from scripts.tiny_vlm import make_tiny_vlm
 
             made[key] = make_tiny_vlm(tmp_path_factory.mktemp("tiny"), **sizes)
         return made[key]

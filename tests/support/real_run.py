@@ -60,7 +60,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
 
 def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
     """A tiny model that sees, and the sections of a recipe for it: rows of 0, 1 and 2 images of different sizes."""
-    from scripts.examples.tiny_vlm import make_tiny_vlm
+    from scripts.tiny_vlm import make_tiny_vlm
     from tests.support.pictures import picture
 
     for width in (28, 56, 84):

@@ -20,7 +20,7 @@ from PIL import ImageDraw  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
 from generation.images import Image, ImageProcessor  # noqa: E402
-from scripts.examples.tiny_vlm import make_tiny_vlm  # noqa: E402
+from scripts.tiny_vlm import make_tiny_vlm  # noqa: E402
 
 SHAPES = ["disc", "box", "bar", "cross"]
 QUESTION = "Name it: "

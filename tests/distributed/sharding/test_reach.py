@@ -12,7 +12,7 @@ import json
 
 import pytest
 
-from scripts.examples.tiny_vlm import make_tiny_vlm
+from scripts.tiny_vlm import make_tiny_vlm
 from tests.support import reach_checks
 from tests.support.launch import run_ranks
 from trainer.commands.tiny_model import make_tiny_model

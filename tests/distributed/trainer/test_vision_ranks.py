@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.examples.tiny_vlm import make_tiny_vlm
+from scripts.tiny_vlm import make_tiny_vlm
 from tests.support import vision_checks
 from tests.support.launch import run_ranks
 
