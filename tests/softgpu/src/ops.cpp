@@ -236,10 +236,13 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   auto late = [&](const at::Tensor& t) { return t.is_cuda() || (non_blocking && t.is_pinned()); };
   if (!late(self) || !late(source) || self.is_same(source)) {
     check(sg_launch(stream_of(device)));
-    to.copy_(from);
-    return self;
+    if (!self.is_cuda() || source.is_cuda()) {
+      to.copy_(from);
+      return self;
+    }
+    from = from.clone();  // ordinary memory may be changed as soon as the call returns, before the copy has arrived
   }
-  enqueue(device, [to, from]() { at::Tensor(to).copy_(from); }, range_of(self), range_of(source));
+  enqueue(device, [to, from]() { at::Tensor(to).copy_(from); }, range_of(self), late(source) ? range_of(source) : sg_range{});
   return self;
 }
 void foreach_copy_(at::TensorList self, at::TensorList sources, bool non_blocking) {
