@@ -5,7 +5,8 @@
 in the environment of tests/softgpu/environment.sh. A shift: an optimizer step, the engine awake, a verified sync,
 answers, the engine asleep. Policy and engine are started once for each way. With `waits`: at which seed of 20 a shift
 differs or fails without one of the waits that it has in Python, for each of those of this process and of the engine's
-worker. Exit code 1: a seed gave other bits, or fewer than ten waits were seen.
+worker, and without those together that stand in for one another. Exit code 1: a seed gave other bits, or fewer than
+ten of these were seen.
 """
 
 import ctypes
@@ -30,6 +31,15 @@ from trainer.run import processes
 WAYS = ("staged", "pull", "zero_copy")
 CYCLE = 5  # shifts, after which the policy begins anew
 TRIES = 20  # seeds for a wait that is left out
+# Functions whose waits stand in for one another.
+TOGETHER = (
+    ("post_backward", "finalize_backward", "_root_post_backward_final_callback"),
+    ("stamp", "send"),
+    ("transfer", "finish"),
+    ("_pull", "_serve"),
+    ("release", "restore"),
+    ("__init__", "get_output"),
+)
 WAITS: list[tuple[Any, str]] = [
     *((torch.cuda.Stream, name) for name in ("synchronize", "wait_stream", "wait_event")),
     *((torch.cuda.Event, name) for name in ("synchronize", "wait")),
@@ -38,8 +48,8 @@ WAITS: list[tuple[Any, str]] = [
 
 sites: dict[str, str] = {}
 """Where this process has waited: FILE:LINE, with the function."""
-left_out = ""
-"""The one that is not waited for."""
+left_out: list[str] = []
+"""Those that are not waited for."""
 
 
 def watch_waits() -> None:
@@ -60,7 +70,7 @@ def noting(wait: Callable[..., Any]) -> Callable[..., Any]:
             frame = frame.f_back
         site = f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
         sites[site] = frame.f_code.co_name
-        return None if site == left_out else wait(*arguments, **options)
+        return None if site in left_out else wait(*arguments, **options)
 
     return noted
 
@@ -128,18 +138,18 @@ class Shifts:
         parts = zip(("answers", "log-probabilities", "weights"), outcome, self.expected[number % CYCLE], strict=False)
         return ", ".join(name for name, one, other in parts if one != other)
 
-    def without(self, site: str, here: bool) -> str:
-        """What a shift without this wait is seen by, and at which seed; empty: by none."""
+    def without(self, left: list[str], here: bool) -> str:
+        """What a shift without these waits is seen by, and at which seed; empty: by none."""
         leave_out = partial(globals().__setitem__, "left_out") if here else self.leave_out_in_worker
-        leave_out(site)
+        leave_out(left)
         numbered = ((number, self.differs(number, number + 1)) for number in range(TRIES))
         seen = next((f"seed {number + 1}: {difference}" for number, difference in numbered if difference), "")
         with suppress(Exception):  # the engine has ended
-            leave_out("")
+            leave_out([])
         return seen
 
-    def leave_out_in_worker(self, site: str) -> None:
-        self.in_worker(f"globals().__setitem__('left_out', {site!r})")
+    def leave_out_in_worker(self, left: list[str]) -> None:
+        self.in_worker(f"globals().__setitem__('left_out', {left!r})")
 
     def mended(self) -> bool:
         """Whether policy and engine are as before once the engine sleeps again."""
@@ -157,22 +167,21 @@ def main(what: str, ways: list[str]) -> int:
     failures = seen = 0
     for way in ways:
         shifts = Shifts(way)
-        seeds = 0 if what == "waits" else int(what)
+        seeds = int(what) if what.isdecimal() else 0
         differences = [shifts.differs(number, number + 1) for number in range(seeds)]
         failures += sum(map(bool, differences))
         print(f"{way}: {seeds} seeds, unlike at once: {[d for d in differences if d]}", flush=True)
-        found = [(site, name, True) for site, name in sites.items()]
-        found += [(site, name, False) for site, name in shifts.in_worker("sites").items()]
-        for site, name, here in found if what == "waits" else ():
-            outcome = shifts.without(site, here)
-            seen += bool(outcome)
-            print(
-                f"{way}, {'trainer' if here else 'worker'}: without {site} ({name}): {outcome or 'not seen'}",
-                flush=True,
-            )
-            if outcome and not shifts.mended():
-                shifts.resources.close()
-                shifts = Shifts(way)
+        for here, named in ((True, dict(sites)), (False, shifts.in_worker("sites"))):
+            groups = [[site] for site in named]
+            groups += [left for names in TOGETHER if len(left := [site for site in named if named[site] in names]) > 1]
+            for left in groups if what == "waits" else ():
+                outcome = shifts.without(left, here)
+                seen += bool(outcome)
+                who, text = "trainer" if here else "worker", ", ".join(f"{site} ({named[site]})" for site in left)
+                print(f"{way}, {who}: without {text}: {outcome or 'not seen'}", flush=True)
+                if outcome and not shifts.mended():
+                    shifts.resources.close()
+                    shifts = Shifts(way)
         shifts.resources.close()
     destroy_process_group()
     return int(failures > 0 or (what == "waits" and seen < 10))
