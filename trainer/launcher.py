@@ -102,9 +102,9 @@ class BoundRendezvous(StaticTCPRendezvous):
         not wait until it has been silent for long. The next attempt has another store.
         """
         assert self._store is not None
-        if self._store.add(f"hotbunk/launcher/{self.rank}", 1) == 1:
-            return True
         with suppress(DistNetworkError):  # the store is gone with the attempt, as soon as that has heard of the alarm
+            if self._store.add(f"hotbunk/launcher/{self.rank}", 1) == 1:
+                return True
             alarm(PrefixStore(PREFIX, self._store), f"node {self.rank} had died and has been started again")
         self._store = None
         return False

@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
 def recipe_schema() -> dict[str, Any]:
     """The schema of what a recipe's file may hold: the sections, and what only files have."""
     schema = TrainConfig.model_json_schema()
-    others = {"type": ["string", "array"], "items": {"type": "string"}, "description": "files that become part of this section"}
+    others = {"type": ["string", "array"], "items": {"type": "string"}, "description": "files that join this section"}
     for section in (schema, *schema["$defs"].values()):
         section.get("properties", {})[INCLUDES] = others
         section.pop("required", None)  # what a file leaves out may be in one that it includes

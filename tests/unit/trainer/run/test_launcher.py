@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.support.real_run import ROOT, listening
@@ -64,6 +64,16 @@ def test_a_node_that_comes_again_ends_the_attempt_it_was_in_and_joins_the_next(m
         met = BoundRendezvous("127.0.0.2", port, 0, 2, "run", 30).next_rendezvous()
         met.store.set("key", "new")
         assert again.result(30).store.get("key") == b"new"
+
+
+def test_a_store_that_ends_as_a_node_joins_it_is_not_joined() -> None:
+    class Ended:
+        def add(self, key: str, amount: int) -> int:
+            raise DistNetworkError("Failed to recv, got 0 bytes")
+
+    node = BoundRendezvous("127.0.0.2", 1, 1, 2, "run", 30)
+    node._store = Ended()  # type: ignore[assignment]
+    assert not node._first_of_its_node() and node._store is None
 
 
 def test_an_address_that_is_not_this_nodes_is_refused_in_a_sentence() -> None:
