@@ -1,4 +1,4 @@
-"""What is undone where something did not end well."""
+"""Cleanup after a failure."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` where the block raises, whatever it is, which is then raised on."""
+    """Call `undo` if the block raises anything, and let that propagate."""
     try:
         yield
     except BaseException:

@@ -41,8 +41,9 @@ def digest(data: memoryview) -> str:
 def locked_slot(
     folder: Path, choose: Callable[[], dict[str, Any]], flags: int, timeout: float
 ) -> tuple[dict[str, Any], int]:
-    """What `choose` gives, and a descriptor of its `slot`, opened with these flags and locked for reading, or for
-    writing; chosen again where another is to be chosen by then.
+    """Open and lock the slot that `choose` names, and choose again if it names another by then.
+
+    Returns what `choose` gave and a descriptor of its `slot`, opened with these flags and locked to read or to write.
     Raises TimeoutError: when others hold it for `timeout` seconds.
     """
     deadline, reads = time.monotonic() + timeout, flags == os.O_RDONLY

@@ -92,7 +92,7 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
 
 
 def run(name: str, ranks: int, module: list[str], wanted: str, fault: str = "") -> bool:
-    """Whether a run ended as it should. A `fault` that comes after the start may leave a run that goes on."""
+    """Start a run, and return True if it ended as it should; after a `fault` that follows its start it may go on."""
     words = f"{RECIPE} --sync.way {'pull' if name == 'killed' else 'staged'}".split()
     command = [sys.executable, "-m", "trainer.launcher", "--nproc-per-node", str(ranks), "-m", *module, "train", *words]
     environment = os.environ | ({"SOFTGPU_FAULT": fault} if fault else {})

@@ -49,7 +49,7 @@ WAITS: list[tuple[Any, str]] = [
 sites: dict[str, str] = {}
 """Where this process has waited: FILE:LINE, with the function."""
 left_out: list[str] = []
-"""Those that are not waited for."""
+"""The sites at which this process does not wait."""
 
 
 def watch_waits() -> None:
@@ -139,7 +139,7 @@ class Shifts:
         return ", ".join(name for name, one, other in parts if one != other)
 
     def without(self, left: list[str], here: bool) -> str:
-        """What a shift without these waits is seen by, and at which seed; empty: by none."""
+        """The first seed at which a shift without these waits differs, and how; empty: none of them does."""
         leave_out = partial(globals().__setitem__, "left_out") if here else self.leave_out_in_worker
         leave_out(left)
         numbered = ((number, self.differs(number, number + 1)) for number in range(TRIES))

@@ -89,7 +89,7 @@ def text_settings(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """Those that a model's configurations name."""
+    """The ids of special tokens, under the names that a model's configurations give them."""
     return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 

@@ -159,7 +159,7 @@ def check_version(rounds: Sequence[Round], version: int, lag: int, cut: bool) ->
 
 
 def _with_files(rounds: Iterable[Round], file_of: Callable[[Image], bytes]) -> list[Round]:
-    """The same rounds, groups that go on included, with other files of images."""
+    """Copies of the rounds, unfinished groups included, in which `file_of` gives each image its file."""
 
     def changed(trajectories: list[Trajectory]) -> list[Trajectory]:
         images = [tuple(replace(image, data=file_of(image)) for image in t.images) for t in trajectories]

@@ -224,7 +224,7 @@ class VLLMModule:
         return self.decode_internal(self._outputs(data, iteration, is_eval))
 
     def _outputs(self, data: Any, iteration: int, is_eval: bool) -> "list[RequestOutput]":
-        """Those for a batch, a mapping of lists or the rows of a dataset."""
+        """Sample for a batch, which is a mapping of lists or the rows of a dataset."""
         if not isinstance(data, Mapping):
             data = {key: [row[key] for row in data] for key in data[0]} if data else {}
         batch, self._queue, self._eval_mode = ScheduledData(data), [], is_eval
