@@ -97,6 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
+    for item in items:
+        if " at 0x" in item.nodeid:  # workers of pytest-xdist have to collect the same names
+            raise pytest.UsageError(f"{item.nodeid}: the name holds an address, which differs between workers")
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     for item in items:

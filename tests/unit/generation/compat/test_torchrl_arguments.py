@@ -200,7 +200,7 @@ def test_every_argument_has_its_line_here(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("call", "name"),
     [(call, name) for call, names in CHANGED.items() for name in names],
-    ids=lambda part: str(part)[:40],
+    ids=lambda part: getattr(part, "__qualname__", part),
 )
 def test_an_argument_changes_what_is_done(call: Callable[..., Any], name: str) -> None:
     plain, changed = CHANGED[call][name]
@@ -210,7 +210,7 @@ def test_an_argument_changes_what_is_done(call: Callable[..., Any], name: str) -
 @pytest.mark.parametrize(
     ("call", "name"),
     [(call, name) for call, names in ELSEWHERE.items() for name in names],
-    ids=lambda part: str(part)[:40],
+    ids=lambda part: getattr(part, "__qualname__", part),
 )
 def test_other_arguments_have_a_test_or_a_row(call: Callable[..., Any], name: str) -> None:
     where = ELSEWHERE[call][name]
