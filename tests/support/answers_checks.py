@@ -1,4 +1,4 @@
-"""What test_answers_ranks.py has several ranks do: exchange a step's answers, and count what each receives."""
+"""Exchanges a step's answers between several ranks, and counts what each rank receives; for test_answers_ranks.py."""
 
 import json
 from collections.abc import Callable
@@ -24,36 +24,36 @@ SHARE, VOCABULARY = 64, 11
 
 
 def trajectories(number: int) -> list[Trajectory]:
-    """What rank `number` has sampled: eight groups of eight."""
+    """Returns the trajectories that rank `number` has sampled: eight groups of eight."""
     generator = torch.Generator().manual_seed(number)
-    found = []
+    sampled = []
     for place in range(SHARE):
         length = int(torch.randint(1, 200, (1,), generator=generator))
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         logprobs = (-2.4 + 0.2 * torch.randn(length, generator=generator)).tolist()
         prompt, sample = 8 * number + place // 8, place % 8
-        found.append(Trajectory(prompt, sample, [3] * 20, ids, [1] * length, logprobs, reward=place / 7))
-        found[-1].reward_parts = {"match": 0.1 * place}
-    return found
+        sampled.append(Trajectory(prompt, sample, [3] * 20, ids, [1] * length, logprobs, reward=place / 7))
+        sampled[-1].reward_parts = {"match": 0.1 * place}
+    return sampled
 
 
 class Received:
     """Counts the bytes that this rank gets from others by the collectives of `sharding.ranks`."""
 
     def __init__(self) -> None:
-        self.bytes = 0  # but of what is summed, of which a ring of ranks passes on less than twice its size
-        self.summed = 0
+        self.bytes = 0
+        self.summed = 0  # apart: a ring of ranks passes on less than twice the size of what is summed
         self._all_to_all, self._swap, self._all_reduce = dist.all_to_all_single, ranks._swap, dist.all_reduce
 
-    def all_to_all_single(self, output: Any, own: Any, incoming: Any = None, outgoing: Any = None) -> None:
-        self._all_to_all(output, own, incoming, outgoing)
+    def all_to_all_single(self, output: Any, sent: Any, incoming: Any = None, outgoing: Any = None) -> None:
+        self._all_to_all(output, sent, incoming, outgoing)
         kept = incoming[rank()] if incoming else output.numel() // world_size()
         self.bytes += (output.numel() - kept) * output.element_size()
 
-    def swap(self, told: list[Any], whom: int, group: Any) -> list[Any]:
-        heard = self._swap(told, whom, group)
-        self.bytes += len(msgspec.msgpack.encode(heard))
-        return heard
+    def swap(self, message: list[Any], whom: int, group: Any) -> list[Any]:
+        reply = self._swap(message, whom, group)
+        self.bytes += len(msgspec.msgpack.encode(reply))
+        return reply
 
     def all_reduce(self, tensor: Any) -> None:
         self._all_reduce(tensor)
@@ -66,7 +66,10 @@ class Received:
 
 
 def exchange_a_step(results: str) -> None:
-    """Two optimizer steps' answers, from sampling to the gap; rank 0 writes what each received and learned of."""
+    """Exchanges the answers of two optimizer steps, from sampling to the gap between engine and trainer.
+
+    Rank 0 writes to `results` what each rank received and trained on.
+    """
     init_process_group(120, "cpu")
     config = make_config(batch={"updates_per_step": 2, "tokens_per_micro_batch": 512}, algorithm={"num_iterations": 1})
     policy, received = TablePolicy(), Received()
@@ -87,7 +90,7 @@ def exchange_a_step(results: str) -> None:
                 logprobs = batch.engine_logprobs[row, : batch.lengths[row] - 1].double().sum().item()
                 answer = [a for g in minibatch.groups for e in g for a in e][place]
                 trained.append([answer.prompt_index, answer.sample_index, ids, logprobs])
-    own = {
+    report = {
         "received": received.bytes,
         "summed": received.summed,
         "figures": figures,
@@ -95,7 +98,7 @@ def exchange_a_step(results: str) -> None:
         "decisive": sum(int(batch.decisive.sum()) for batch in batches if batch.decisive is not None),
         "entropies": [value for b, o in zip(batches, outputs, strict=True) for value in b.trained(o.entropy).tolist()],
     }
-    everyones = exchange(own)
+    reports = exchange(report)
     if is_main():
-        Path(results).write_text(json.dumps(everyones))
+        Path(results).write_text(json.dumps(reports))
     destroy_process_group()

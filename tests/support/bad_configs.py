@@ -1,10 +1,11 @@
-"""Configurations of every kind that is wrong, drawn by Hypothesis, and what is said about them.
+"""Draws wrong configurations of every kind with Hypothesis, and checks what the command says about each.
 
-Half are drawn from the schema: values of the right type at, inside and just outside of their bounds. Half are not:
-other types, numbers that are none, paths, files of model and data, torchrun's variables, code that does not load.
+Half are drawn from the schema: values of the right type at, inside and just outside of their bounds. The other half
+are not: other types, NaN and huge numbers, paths, damaged files of model and data, torchrun's variables, code that does
+not load.
 
     PYTHONPATH=.:scripts python tests/support/bad_configs.py check 600  # all of them through --dry-run, in this process
-    PYTHONPATH=.:scripts python tests/support/bad_configs.py run 30     # as many of the accepted ones for one step
+    PYTHONPATH=.:scripts python tests/support/bad_configs.py run 30     # 30 of the accepted ones, for one step each
 """
 
 import contextlib
@@ -34,37 +35,37 @@ from tests.support.real_run import write_recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
 
-LONGEST = 300  # characters of a sentence
-SECONDS = 120  # for one configuration to be judged
-RUN_SECONDS = 240  # for one step
+LONGEST = 300  # characters of an error message
+SECONDS = 120  # to check one configuration
+RUN_SECONDS = 240  # to train one step
 AFFORDABLE = {"reward.workers": 4, "engine.kv_cache_gib": 0.25}
-"""What a run here gets of the accepted: this machine's memory is others', too."""
+"""Limits of an accepted recipe that is run here: other tests need this machine's memory, too."""
 
 Case = dict[str, Any]
-"""A recipe's keys, dotted, with other values; `env` are variables, `files` replace those of the folder."""
+"""Dotted keys of a recipe with new values; `env` holds environment variables, `files` replaces files of the folder."""
 
 
 @dataclass
 class Outcome:
-    """What became of a case: exit code and sentences; `raised` is a traceback."""
+    """The command's exit code and error messages for one case; `raised` is a traceback."""
 
     code: int | None = None
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     raised: str = ""
 
     @property
     def fault(self) -> str:
-        """What is wrong with how it was judged; "": nothing."""
+        """The mistake that the command made in handling the case; empty if it made none."""
         if self.raised:
             return self.raised
-        odd = [line for line in self.said if not line.startswith("hotbunk: ") or len(line) >= LONGEST]
-        if odd or self.code not in (0, 2) or (self.code == 2) != bool(self.said):
-            return f"exit code {self.code}: {odd or self.said}"
+        odd = [line for line in self.messages if not line.startswith("hotbunk: ") or len(line) >= LONGEST]
+        if odd or self.code not in (0, 2) or (self.code == 2) != bool(self.messages):
+            return f"exit code {self.code}: {odd or self.messages}"
         return ""
 
 
 def _leaves(schema: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every key of the JSON schema that is no section, with what may be there."""
+    """Yields every key of the JSON schema that is not a section, with the schema of its value."""
     for name, inner in node["properties"].items():
         target = schema["$defs"].get(inner.get("$ref", "").rpartition("/")[2])
         if target is None:
@@ -78,18 +79,18 @@ KEYS = dict(_leaves(_SCHEMA, _SCHEMA))
 
 
 def _near(inner: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values of the right type, at, inside and just outside of their bounds."""
+    """Values of the type that the schema names, at, inside and just outside of their bounds."""
     if "anyOf" in inner:
         return st.one_of(*map(_near, inner["anyOf"]))
     if "enum" in inner or "const" in inner:
         return st.sampled_from([*inner.get("enum", [inner.get("const")]), "other"])
     if inner.get("type") in ("integer", "number"):
-        whole = inner["type"] == "integer"
+        integral = inner["type"] == "integer"
         least, most = inner.get("minimum", -1), inner.get("maximum", inner.get("exclusiveMaximum", 1))
-        step = 1 if whole else min(0.001, (most - least) / 8)
+        step = 1 if integral else min(0.001, (most - least) / 8)
         ends = [least, most, least - step, most + step, least + step, most - step, 2 * most, most * 10**6, -most]
-        some = min(most, least + (64 if whole else 2))
-        return st.one_of(st.sampled_from(ends), st.integers(least, some) if whole else st.floats(least, some))
+        some = min(most, least + (64 if integral else 2))
+        return st.one_of(st.sampled_from(ends), st.integers(least, some) if integral else st.floats(least, some))
     if "prefixItems" in inner:
         return st.tuples(*map(_near, inner["prefixItems"])).map(list)
     if inner.get("type") == "array":
@@ -160,7 +161,7 @@ tokenize conversation messages tools return_dict chat_template enable_thinking s
 
 
 def _hostile() -> st.SearchStrategy[Case]:
-    """One thing from outside of the schema."""
+    """Cases with one thing that the schema does not describe."""
 
     def pairs(keys: list[str], values: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
         return st.tuples(st.sampled_from(keys), st.sampled_from(values)).map(lambda pair: dict([pair]))
@@ -183,13 +184,13 @@ def _hostile() -> st.SearchStrategy[Case]:
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """Half and half."""
+    """Cases of which half are near the schema's bounds and half are outside of it."""
     near = st.sampled_from(sorted(KEYS)).flatmap(lambda key: st.tuples(st.just(key), _near(KEYS[key])))
     return st.one_of(st.lists(near, min_size=1, max_size=3).map(dict), _hostile())
 
 
 class Folder:
-    """A recipe with which nothing is wrong, which each case spoils in its own way and leaves as it was."""
+    """A correct recipe with its model and data, which each case changes for a moment."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
@@ -201,7 +202,7 @@ class Folder:
 
     @contextlib.contextmanager
     def spoilt(self, case: Case) -> Iterator[None]:
-        """The folder with the case in it."""
+        """Applies the case to the folder and the environment, and undoes it at the end."""
         values = json.loads(json.dumps(self._values))
         for key, value in case.items():
             if key not in ("env", "files"):
@@ -234,20 +235,20 @@ class Folder:
         return value.replace("{file}", str(self.recipe)) if isinstance(value, str) else value
 
     def judge(self, case: Case, *options: str) -> Outcome:
-        """What the command says to it, in this process."""
-        outcome, said = Outcome(), io.StringIO()
-        with self.spoilt(case), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        """Runs the command on the changed recipe, in this process."""
+        outcome, errors = Outcome(), io.StringIO()
+        with self.spoilt(case), contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
             try:
                 outcome.code = main(["train", str(self.recipe), *options])
             except BaseException:
                 outcome.raised = traceback.format_exc()
-        lines = said.getvalue().splitlines()
-        outcome.said = [line for line in lines if line.startswith("hotbunk: ")] or lines * (outcome.code == 2)
+        lines = errors.getvalue().splitlines()
+        outcome.messages = [line for line in lines if line.startswith("hotbunk: ")] or lines * (outcome.code == 2)
         return outcome
 
 
 def search(folder: Folder, examples: int, seen: Callable[[Case, Outcome], None], *options: str) -> None:
-    """Judge as many cases, always the same ones; `seen` is told of each."""
+    """Checks `examples` cases, the same ones in every run, and passes each with its outcome to `seen`."""
     checks = settings(
         max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -261,7 +262,7 @@ def search(folder: Folder, examples: int, seen: Callable[[Case, Outcome], None],
 
 
 def _check(folder: Folder, examples: int) -> list[Case]:
-    """The long search; prints what it finds, and gives the accepted cases."""
+    """Runs the long search, prints the faults, and returns the accepted cases."""
     accepted, faults, refused, times = [], [], 0, []
     last = time.monotonic()
 
@@ -286,7 +287,7 @@ def _check(folder: Folder, examples: int) -> list[Case]:
 
 
 def _run(folder: Folder, cases: list[Case]) -> None:
-    """Each for one step in a process of its own, forked from this one, in which everything heavy is imported."""
+    """Runs each case for one step in a fork of this process, which has imported everything heavy."""
 
     import trainer.loop  # noqa: F401
 
@@ -299,11 +300,11 @@ def _run(folder: Folder, cases: list[Case]) -> None:
             code = _waited(pid)
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raised = [line for line in lines if line.startswith("Traceback")]
-        said = next((line for line in reversed(lines) if line.startswith("hotbunk: ")), lines[-1] if lines else "")
+        message = next((line for line in reversed(lines) if line.startswith("hotbunk: ")), lines[-1] if lines else "")
         late = code == 124 and any("exceeded a deadline" in line for line in lines)
         well = code == 0 or late or (code == 2 and not raised)
         verdict, seconds = "well" if well else "NOT WELL", time.monotonic() - began
-        print(f"{number}: {verdict}, exit code {code}, {seconds:.0f} s: {_brief(case)}\n     {said}", flush=True)
+        print(f"{number}: {verdict}, exit code {code}, {seconds:.0f} s: {_brief(case)}\n     {message}", flush=True)
         if not well:
             print("\n".join(lines[-60:]))
 
@@ -325,7 +326,7 @@ def _become_the_run(recipe: Path, log: Path) -> None:
 
 
 def _waited(pid: int) -> int:
-    """The exit code; after RUN_SECONDS the run and its children are killed: 1000."""
+    """Returns the exit code, or 1000 if the run and its children had to be killed after RUN_SECONDS."""
     deadline = time.monotonic() + RUN_SECONDS
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)

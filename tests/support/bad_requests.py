@@ -1,4 +1,4 @@
-"""Malformed HTTP requests: made from a server's own OpenAPI schema, and written by hand."""
+"""Malformed HTTP requests: made from a server's own OpenAPI schema, or written by hand."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ GOOD: dict[str, dict[str, Any]] = {
     TOKENIZE: {"model": "policy", "prompt": "hi"},
     DETOKENIZE: {"model": "policy", "tokens": [20, 21]},
 }
-# Nothing that could be read as something else, as "1" is by many parsers.
+# No value that a lenient parser would convert, as many convert "1" to a number.
 WRONG = ["no such value", {"unexpected": {"value": []}}, [[[]]], 1.5, -3]
 KINDS = {str: "string", dict: "object", list: "array", float: "number", int: "integer"}
 
@@ -32,13 +32,13 @@ class Request:
 
 
 def request(path: str, **changes: Any) -> Request:
-    """A good request with some of its fields replaced, or with those left out whose new value is `...`."""
+    """A correct request with some of its fields replaced; a field whose new value is `...` is left out."""
     body = {name: value for name, value in (GOOD[path] | changes).items() if value is not ...}
     return Request(path, json.dumps(body).encode())
 
 
 def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
-    """For every field of every request: values of kinds that the schema does not name; required fields left out."""
+    """Yields requests with a value of a wrong type in each field, and requests without each required field."""
     for path in GOOD:
         content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for form in alternatives(schema, content):
@@ -61,11 +61,11 @@ def alternatives(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str,
             target = target[step]
         return alternatives(schema, target)
     several = part.get("anyOf") or part.get("oneOf") or []
-    return [form for each in several for form in alternatives(schema, each)] if several else [part]
+    return [form for option in several for form in alternatives(schema, option)] if several else [part]
 
 
 def _kinds(schema: dict[str, Any], part: dict[str, Any]) -> set[str]:
-    """The JSON types a field may have; empty where it may be anything."""
+    """The JSON types that a field may have; empty where it may be anything."""
     forms = alternatives(schema, part)
     kinds = {form.get("type", "object" if "properties" in form else "") for form in forms}
     return set() if "" in kinds else kinds
@@ -77,7 +77,7 @@ def _fits(value: Any, kinds: set[str]) -> bool:
 
 
 def by_hand() -> Iterator[Request]:
-    """What schemas do not tell."""
+    """Yields requests that are wrong in ways a schema does not express."""
     for path in GOOD:
         for body in (b"", b"null", b"[]", b"7", b'"text"', b"{", b'{"model": "policy"', b"\xff\xfe{}", b"[" * 100_000):
             yield Request(path, body)

@@ -1,4 +1,4 @@
-"""Work that tests do in a forked child."""
+"""Runs work of a test in a forked child."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ from contextlib import suppress
 
 
 def in_child(work: Callable[[], None], seconds: int = 120) -> int:
-    """Do some work in a fork of this process; return its exit code, or minus the signal that ended it.
+    """Runs `work` in a fork of this process; returns its exit code, or minus the signal that ended it.
 
-    The child leaves here whatever its work raises, so that it never goes on as a second pytest; code 1 then. It is
-    killed after so many seconds: a fork has the locks of its parent's threads, but not the threads.
+    The child exits here whatever `work` raises (with code 1), so that it never goes on as a second pytest. It is killed
+    after `seconds`: a fork has the locks of its parent's threads, but not the threads.
     """
     sys.stdout.flush()
     if not (child := os.fork()):

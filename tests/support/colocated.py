@@ -1,4 +1,4 @@
-"""A trainer's model and a real engine on the same machine, one rank: what the engine tests share."""
+"""A trainer's model and a real engine on one rank of one machine, which the engine tests share."""
 
 import copy
 import tempfile
@@ -25,10 +25,10 @@ from trainer.types import MicroBatch, RouteFormat
 
 
 def start_engine(folder: Path | str, plain: bool = True, kind: type[Engine] = Engine, **settings: object) -> Leader:
-    """An engine for the model in `folder`, awake, of no version; on CPU unless `device_indices` is given."""
+    """Starts an engine for the model in `folder`, awake and without a version; on the CPU by default."""
     defaults: dict[str, object] = {"max_model_len": 256, "kv_cache_bytes": 64 << 20, "max_num_seqs": 32}
-    own: Any = {"plain_cpu_weights": plain, "worker_extension": WORKER_EXTENSION} | defaults | settings
-    return Leader.start(kind(EngineSettings(model=str(folder), **own)), 120)
+    fields: Any = {"plain_cpu_weights": plain, "worker_extension": WORKER_EXTENSION} | defaults | settings
+    return Leader.start(kind(EngineSettings(model=str(folder), **fields)), 120)
 
 
 def stop(leader: Leader) -> None:
@@ -37,34 +37,37 @@ def stop(leader: Leader) -> None:
 
 @torch.no_grad()
 def gaps(
-    score: Callable[[MicroBatch], torch.Tensor], found: Sequence[Generation], format: RouteFormat
+    score: Callable[[MicroBatch], torch.Tensor], answers: Sequence[Generation], format: RouteFormat
 ) -> dict[bool, torch.Tensor]:
-    """How far the trainer's log-probabilities are from the engine's, sorted: without and with the engine's routes."""
+    """Absolute differences between the log-probabilities of trainer and engine, sorted.
+
+    The key says whether the trainer replayed the engine's routes.
+    """
     samples = []
-    for answer in found:
-        made = Trajectory(0, 0, answer.prompt_ids, routes=answer.routes)
-        made.extend(answer.token_ids, answer.logprobs)
-        samples.append(to_sample(made, routes=format))
-    apart = {}
+    for answer in answers:
+        trajectory = Trajectory(0, 0, answer.prompt_ids, routes=answer.routes)
+        trajectory.extend(answer.token_ids, answer.logprobs)
+        samples.append(to_sample(trajectory, routes=format))
+    gaps_by_replay = {}
     for replay in (False, True):
         [batch] = micro_batches(samples, 4000, 0, "cpu", count=1)
         batch.routes = batch.routes if replay else None
-        apart[replay] = batch.trained((score(batch) - batch.engine_logprobs).abs()).sort().values
-    return apart
+        gaps_by_replay[replay] = batch.trained((score(batch) - batch.engine_logprobs).abs()).sort().values
+    return gaps_by_replay
 
 
-def assert_replay_helps(apart: dict[bool, torch.Tensor]) -> None:
-    """The largest gap falls to a quarter, and the 95th percentile to a half."""
-    found = {replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item()) for replay, gap in apart.items()}
-    print(f"gap p95, max without and with the engine's routes: {found}")
-    assert found[True][1] <= found[False][1] / 4 and found[True][0] <= found[False][0] / 2
+def assert_replay_helps(gaps_by_replay: dict[bool, torch.Tensor]) -> None:
+    """Replaying the engine's routes divides the largest gap by 4 or more, and the 95th percentile by 2 or more."""
+    quantiles = {replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item()) for replay, gap in gaps_by_replay.items()}
+    print(f"gap p95, max without and with the engine's routes: {quantiles}")
+    assert quantiles[True][1] <= quantiles[False][1] / 4 and quantiles[True][0] <= quantiles[False][0] / 2
 
 
 def assert_as_close_as_bfloat16(policy: "HfPolicy", prompt: list[int], sampled: Generation) -> None:
     """The engine is about as far from plain Transformers in float32 as plain Transformers in the policy's dtype is.
 
-    In the mean of the answer's log-probabilities. Two ways of summing in bfloat16 differ by half, and the weights of
-    another seed by ten times as much.
+    Both distances are means over the answer's log-probabilities. Two ways of summing in bfloat16 differ by half, and
+    the weights of another seed by ten times as much.
     """
     exact = HfPolicy.__new__(HfPolicy)
     exact.device, exact.model = policy.device, copy.deepcopy(policy.model).float()
@@ -78,7 +81,7 @@ def assert_as_close_as_bfloat16(policy: "HfPolicy", prompt: list[int], sampled: 
 
 
 class HfPolicy:
-    """The smallest policy there is: a Transformers model in this process, and a version."""
+    """The smallest possible policy: a Transformers model in this process, and a version."""
 
     def __init__(self, folder: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)
@@ -87,7 +90,7 @@ class HfPolicy:
 
     @torch.no_grad()
     def randomise(self, seed: int) -> None:
-        """Give every parameter new values, the version a new number."""
+        """Gives every parameter new values, and the version a new number."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             values = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.1)
@@ -98,7 +101,7 @@ class HfPolicy:
 
     @torch.no_grad()
     def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Plain Transformers' log-probability of each of `token_ids[1:]`."""
+        """Log-probability of each of `token_ids[1:]` in plain Transformers."""
         table = torch.log_softmax(
             self.model(torch.tensor([token_ids], device=self.device)).logits[0].float() / temperature, dim=-1
         )
@@ -109,7 +112,7 @@ class HfPolicy:
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, torch.Tensor]) -> None:
-        """Have the parameters in other memory, which must hold the same already."""
+        """Moves the parameters to other memory, which must hold the same values already."""
         for name, parameter in parameter_names(self.model).items():
             assert torch.equal(memory[name].view(parameter.shape), parameter), name
             parameter.data = memory[name].view(parameter.shape)
@@ -122,7 +125,7 @@ class HfPolicy:
 
 
 class Colocated:
-    """Policy, engine and sharding manager; a context manager that leaves no process behind."""
+    """Policy, engine and sharding manager, as a context manager that leaves no process behind."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class Colocated:
         way: Way | None = None,
         **engine: object,
     ):
-        """`shared`: the policy, one that has `compute_in`, computes with the engine's weights."""
+        """With `shared`, the policy, which must have `compute_in`, computes with the engine's weights."""
         name = str(dtype).removeprefix("torch.")
         if shared and device != "cpu":  # the memory of vLLM's sleeping allocator has no IPC handle
             engine["worker_class"] = SHARING_WORKER
@@ -170,6 +173,6 @@ class Colocated:
         return self.leader.thread.run(coroutine, 60, "a test completion")
 
     def gap(self, prompt: list[int], completion: Generation, temperature: float) -> float:
-        """Largest difference between the engine's log-probabilities and plain Transformers' own second pass."""
-        own = self.policy.logprobs(prompt + completion.token_ids, temperature)[len(prompt) - 1 :]
-        return max(abs(a - b) for a, b in zip(own, completion.logprobs, strict=True))
+        """Largest difference between the engine's log-probabilities and a second pass through plain Transformers."""
+        expected = self.policy.logprobs(prompt + completion.token_ids, temperature)[len(prompt) - 1 :]
+        return max(abs(a - b) for a, b in zip(expected, completion.logprobs, strict=True))

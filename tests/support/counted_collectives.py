@@ -1,4 +1,4 @@
-"""The collectives of an update, counted as they are called, against those that the plan counts on."""
+"""Counts the collectives of an update as they are called, and compares them with the plan's."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ MICRO_BATCHES = 4
 
 
 class Counted(TorchDispatchMode):
-    """Calls of torch.distributed by name, and bytes: of a gather's result, of what is given to the others."""
+    """Counts calls of torch.distributed by name, and bytes: a gather's result, or what a rank gives to a reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Counted(TorchDispatchMode):
 
 
 def check_traffic(folder: Path, tied: bool, **settings: Any) -> None:
-    """Counted and planned collectives are the same, to the byte."""
+    """Counted and planned collectives are equal, to the byte."""
     path = checks.model_folder(folder, "qwen2", tied)
     policy = checks.make_policy(path, dtype="bfloat16", **settings)
     batches = micro_batches(checks.make_samples(), 40, 0, torch.device("cpu"), count=MICRO_BATCHES, packing=True)

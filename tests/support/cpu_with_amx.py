@@ -1,7 +1,7 @@
-"""Engines on a processor that says it has AMX and bfloat16 instructions: run by test_cpu_kernels.py, not a test.
+"""Runs engines on a processor that claims AMX and bfloat16 instructions. Not a test: test_cpu_kernels.py starts it.
 
-python -m tests.support.cpu_with_amx FOLDER prints a line of JSON for each architecture: what its worker sees
-and has (`KernelReport`), and which ways its two updates were verified.
+`python -m tests.support.cpu_with_amx FOLDER` prints a line of JSON for each architecture: the processor and the kernels
+that its worker sees (`KernelReport`), and how its two updates were verified.
 """
 
 import json
@@ -16,6 +16,7 @@ PROMPT = [14, 50, 77, 120, 9]
 
 
 def report(folder: Path, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Updates an engine twice, and returns what its worker reports of processor and kernels."""
     from generation.engine.sampling import SamplingSettings
     from tests.support.colocated import Colocated
     from trainer.commands.tiny_model import make_tiny_model
@@ -37,7 +38,7 @@ def report(folder: Path, architecture: str, dtype: torch.dtype) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    import vllm._custom_ops  # noqa: F401 - it loads a library of kernels by what the processor really has
+    import vllm._custom_ops  # noqa: F401 - loads the library of kernels for the real processor
 
     from generation.engine.vllm_compat import fork_engines
 

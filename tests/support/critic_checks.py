@@ -1,4 +1,4 @@
-"""What test_critic.py checks, here or on several ranks: values against a plain trunk and a linear head in a loop."""
+"""Checks of the critic for test_critic.py, on one or several ranks: values against a plain trunk and a linear head."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ GOAL = 0.7
 
 
 def make_reward_model(folder: Path, kind: str) -> Path:
-    """A random classifier with one label on the trunk of `kind`."""
+    """Makes a random classifier with one label on the trunk of `kind`."""
     torch.manual_seed(3)
     source = checks.model_folder(folder, kind, False)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
@@ -44,7 +44,7 @@ def squared_error(batches: list[MicroBatch]) -> Callable[[MicroBatch, Tensor], t
 
 
 class Plain(nn.Module):
-    """A trunk and a linear head as Transformers and torch have them, a sequence at a time."""
+    """A trunk and a linear head from Transformers and torch, applied to one sequence at a time."""
 
     def __init__(self, source: Path, head: Tensor) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Plain(nn.Module):
         self.head.weight = nn.Parameter(head.clone())
 
     def values(self, sample: Sample) -> Tensor:
-        """Of the states in which tokens 1, 2, ... were sampled."""
+        """Values of the states in which tokens 1, 2, … were sampled."""
         ids = torch.tensor([sample.input_ids])
         return self.head(self.trunk(ids).last_hidden_state)[0, :-1, 0]
 
     def gradients(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """Of the mean squared error over trainable tokens, by the classifier's names."""
+        """Gradients of the mean squared error over trainable tokens, under the classifier's names."""
         masks = [torch.tensor(s.loss_mask[1:]).bool() for s in samples]
         errors = [(self.values(s)[m] - GOAL) ** 2 for s, m in zip(samples, masks, strict=True)]
         torch.cat(errors).mean().backward()
@@ -67,7 +67,7 @@ class Plain(nn.Module):
 
 
 def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[str, Tensor]:
-    """The gradients an update applies, gathered."""
+    """The gradients that an update applies, gathered."""
     captured: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -81,7 +81,7 @@ def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[s
 
 
 def check_values_and_gradients(folder: Path, kind: str, **settings: Any) -> None:
-    """Of a reward model that goes on as a critic."""
+    """A reward model that is trained further as a critic has the plain model's values and gradients."""
     source, samples = folder / f"{kind}_reward", checks.make_samples()
     critic, batches = make_critic(source, **settings), checks.own_batches(samples, 33, packing=True)
     head = critic.trained()["score.weight"].detach().full_tensor()
@@ -99,7 +99,10 @@ def check_values_and_gradients(folder: Path, kind: str, **settings: Any) -> None
 
 
 def check_head_on_shared_trunk(folder: Path, **settings: Any) -> None:
-    """After an update that moved it off zero: values and gradients of both heads together; the export knows no head."""
+    """Both heads on one trunk have the plain values and gradients; the export has no value head.
+
+    They are compared after an update has moved the value head off zero.
+    """
     source, samples = checks.model_folder(folder), checks.make_samples()
     settings = {"dtype": "float32", "lr": 1e-2, "max_grad_norm": 1e9} | settings
     policy = FsdpPolicy(ModelConfig(path=str(source)), PolicyConfig(**settings), checks.CPU, value_head=True)
@@ -123,16 +126,16 @@ def check_head_on_shared_trunk(folder: Path, **settings: Any) -> None:
 
 
 def check_state(folder: Path, **settings: Any) -> None:
-    """Saved beside a policy, restored into a critic from the policy's checkpoint: the same next update, bit for bit."""
+    """A critic restored from a checkpoint makes the same next update, bit for bit."""
     source, batches = checks.model_folder(folder), checks.own_batches(checks.make_samples(), 60)
     first, second = make_critic(source, **settings), make_critic(source, **settings)
-    assert not any(values.any() for values in first.score(batches)), "a head of zeros"
+    assert not any(values.any() for values in first.score(batches)), "a new head must be zeros"
     for _ in range(2):
         first.update(batches, squared_error(batches))
     path = checkpoint.save(folder / f"critic_{world_size()}", 1, {"critic": first}, {})
     checkpoint.load(path, {"critic": second})
     assert second.version == 2
     assert first.update(batches, squared_error(batches)) == second.update(batches, squared_error(batches))
-    others = second.trained()
+    restored = second.trained()
     for name, parameter in first.trained().items():
-        assert torch.equal(parameter.detach().full_tensor(), others[name].detach().full_tensor()), name
+        assert torch.equal(parameter.detach().full_tensor(), restored[name].detach().full_tensor()), name

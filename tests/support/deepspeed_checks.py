@@ -1,4 +1,4 @@
-"""What test_deepspeed.py checks on two ranks: each ZeRO stage, and FSDP2 beside them, against one process."""
+"""Checks of each ZeRO stage, and of FSDP2 beside them, against one process, for test_deepspeed.py on two ranks."""
 
 import gc
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def masters(policy: FsdpPolicy | DeepSpeedPolicy) -> dict[str, Tensor]:
 
 
 def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **settings: Any) -> None:
-    """Losses, gradients and weights, the experts' and an offloaded optimizer's included."""
+    """Losses, gradients and weights of three steps are the plain ones, those of experts and of offloading included."""
     from deepspeed.utils import safe_get_full_grad
 
     source = checks.model_folder(folder, kind, tied)
@@ -64,6 +64,7 @@ def check_routed(folder: Path, stage: int) -> None:
 
 
 def check_fsdp_steps(folder: Path, **settings: Any) -> None:
+    """Three steps under FSDP2 are the plain ones."""
     source = checks.model_folder(folder)
     policy = checks.make_policy(source, **three_steps.SETTINGS | settings)
     expected = list(three_steps.plain_steps(source, checks.make_samples()))
@@ -71,7 +72,7 @@ def check_fsdp_steps(folder: Path, **settings: Any) -> None:
 
 
 def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
-    """What the engine would be sent is the checkpoint, and nothing stays gathered."""
+    """The engine would be sent exactly the checkpoint, and nothing stays gathered."""
     policy = zero_policy(checks.model_folder(folder, kind, tied), stage)
     checks.check_sent(policy)
     if stage == 3:
@@ -79,6 +80,7 @@ def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
 
 
 def check_nan_on_one_rank(folder: Path, stage: int) -> None:
+    """A NaN on one rank skips the update on all; the second in a row ends the training."""
     policy = zero_policy(checks.model_folder(folder), stage, max_skipped_steps=2)
     batches = checks.own_batches(checks.make_samples(), 60)
     bad = checks.make_loss(batches, factor=float("nan") if checks.rank() == 1 else 1.0)
@@ -94,7 +96,7 @@ def check_nan_on_one_rank(folder: Path, stage: int) -> None:
 
 
 def check_checkpoints_cross(folder: Path, stage: int) -> None:
-    """FSDP2's checkpoint goes on under ZeRO and back: the same third step as if nothing had changed hands."""
+    """FSDP2's checkpoint is trained further under ZeRO and back: the third step is as if it had never moved."""
     source = checks.model_folder(folder)
     batches = checks.own_batches(checks.make_samples(), 60)
 
@@ -119,6 +121,7 @@ def check_checkpoints_cross(folder: Path, stage: int) -> None:
 
 
 def check_export(folder: Path, stage: int, kind: str, tied: bool) -> None:
+    """An exported model opens in plain Transformers with the master weights."""
     source, target = checks.model_folder(folder, kind, tied), folder / f"zero_export_{kind}_{stage}"
     policy = zero_policy(source, stage)
     batches = checks.own_batches(checks.make_samples(), 60)
@@ -130,6 +133,7 @@ def check_export(folder: Path, stage: int, kind: str, tied: bool) -> None:
 
 
 def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
+    """Steps too small for bfloat16 still change most of the float32 master weights."""
     policy = zero_policy(checks.model_folder(folder), stage, dtype="bfloat16", lr=1e-6)
     before = masters(policy)
     batches = checks.own_batches(checks.make_samples(), 60)
@@ -139,12 +143,12 @@ def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
 
 
 def check_read_once(folder: Path, stage: int) -> None:
-    """A checkpoint in bfloat16 is all that masters need to know; one in float32 is read again for them."""
+    """A bfloat16 checkpoint is read once; a float32 one is read again for the master weights."""
     source = checks.model_folder(folder)
     half = folder / f"half_{stage}"
     if checks.rank() == 0:
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(half)
-    dist.barrier()  # nobody reads it half written
+    dist.barrier()  # no rank reads a half-written file
     read: list[int] = []
     real = hf_format.SafetensorsFolder.read
 
@@ -167,7 +171,7 @@ def check_read_once(folder: Path, stage: int) -> None:
 
 
 def check_planned_memory(folder: Path, stage: int) -> None:
-    """Between updates a rank holds what the plan says, DeepSpeed's buffers included; at most 1 % is something else."""
+    """Between updates a rank holds what the plan says, DeepSpeed's buffers included, to within 1 %."""
     path = checks.model_folder(folder)
     sections = {"policy": {"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"}, "run": {"device": "cpu"}}
     config = TrainConfig.model_validate(sections | {"model": {"path": str(path)}, "data": {"path": "d"}})
@@ -178,14 +182,14 @@ def check_planned_memory(folder: Path, stage: int) -> None:
     policy = zero_policy(path, stage, dtype="bfloat16")
     gc.collect()
     held = sum(nbytes for place, nbytes in storages().items() if place not in before)
-    bucket = planned.pop("policy: bucket of gradients", 0)  # it would hide what the others are off by
+    bucket = planned.pop("policy: bucket of gradients", 0)  # so large that it would hide an error in the other parts
     assert held - bucket == pytest.approx(sum(planned.values()), rel=0.01), (held, planned)
     assert policy.version == 0 and bucket == (0 if stage < 3 else 4 * ZERO_BUCKET)
 
 
 def storages() -> dict[int, int]:
-    """The memory of all tensors that Python knows: where each begins, and its bytes."""
-    tensors = (found for found in gc.get_objects() if issubclass(type(found), Tensor) and found.device.type == "cpu")
+    """The bytes of every CPU storage that Python's tensors use, by address."""
+    tensors = (item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu")
     pieces = (tensor.untyped_storage() for tensor in tensors)
     return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
 
@@ -200,6 +204,7 @@ def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
+    """Runs every check on two ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}
@@ -208,7 +213,7 @@ def two_ranks(models: str, results: str) -> None:
         run[f"nan {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
         run[f"checkpoint {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
         run[f"shifts {stage}"] = lambda s=stage: check_zero_shifts(folder, s)
-    for stage in (2, 3):  # the recipe's check refuses 1
+    for stage in (2, 3):  # recipes may not combine stage 1 with bfloat16
         run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
         run[f"shifts in bfloat16 {stage}"] = lambda s=stage: check_zero_shifts(folder, s, "bfloat16")
         run[f"read once {stage}"] = lambda s=stage: check_read_once(folder, s)

@@ -1,4 +1,4 @@
-"""The reward functions of the runs in `real_run`, which reward processes load by its path."""
+"""Reward functions of the runs in `real_run`; reward processes load this file by its path."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ def many_digits(completion: str) -> float:
 
 
 class LeavesProcesses:
-    """The same, and the first call in each process starts another that bears no mark of the run, except its name."""
+    """Rewards as `many_digits` does, and once in each process starts another that only its name links to the run."""
 
     def __init__(self) -> None:
         self._left = False
@@ -18,6 +18,6 @@ class LeavesProcesses:
     def __call__(self, completion: str) -> float:
         if not self._left:
             self._left = True
-            name = "0." + str(int(os.environ["HOTBUNK_TEST_RUN"], 16))  # for sleep it is part of a second
+            name = "0." + str(int(os.environ["HOTBUNK_TEST_RUN"], 16))  # sleep takes it for part of a second
             subprocess.Popen(["sleep", "10000", name], env={}, start_new_session=True)
         return many_digits(completion)

@@ -1,8 +1,7 @@
-"""What tests start is forked, where how it starts is not what they look at: imports are most of what a short run costs.
+"""Forks the Python processes of tests from servers that have imported everything, which saves most of their time.
 
-Two processes import all there is to import, of which one finds torchvision, once somebody asks for a process of theirs.
-All of pytest's processes share them, and are such forks themselves. `python tests/support/forked.py ...` is a forked
-`python ...`.
+One of the two servers finds torchvision; each imports when it is first asked for a process. All processes of pytest
+share them, and are forks of them. `python tests/support/forked.py ...` is a forked `python ...`.
 """
 
 import atexit
@@ -29,22 +28,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (sys.executable, __file__)
-"""A command for `python`, forked from what finds torchvision if HOTBUNK_IMAGES is set."""
+"""A command for a forked `python`, which finds torchvision if HOTBUNK_IMAGES is set."""
 
 ENGINES = "HOTBUNK_TEST_ENGINES"
-"""A variable for that command: the engines that it starts are to be forked as well."""
+"""The environment variable with which engines started by that command are forked as well."""
 
 _MAIN = process.current_process()
 _ADDRESSES = ("HOTBUNK_TEST_FORKSERVER", "HOTBUNK_TEST_SEEING_FORKSERVER")
 
 
 def start_servers() -> None:
-    """Start both in this process, the first of pytest's; they end with it."""
+    """Starts both servers from this process, the first of pytest's; they end with it."""
     for images, name in enumerate(_ADDRESSES):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(arbitrary_address("AF_UNIX"))
         listener.listen()
-        ended, _held = os.pipe()  # the write end is this process's alone
+        ended, _held = os.pipe()  # only this process has the write end
         code = f"import sys; sys.path[:0] = {[str(ROOT)]}; from tests.support.forked import serve"
         code += f"; serve({listener.fileno()}, {ended}, {bool(images)})"
         quiet = os.environ | {"TORCH_LOGS": "-torch._library.triton"}
@@ -56,7 +55,7 @@ def start_servers() -> None:
 
 
 def serve(listener: int, ended: int, images: bool) -> None:
-    """Be a server, which imports when it is asked for its first process."""
+    """Runs a server, which imports everything when it is asked for its first process."""
     if ended in select.select([listener, ended], [], [])[0]:
         return
     if images:
@@ -64,7 +63,7 @@ def serve(listener: int, ended: int, images: bool) -> None:
     sys.warnoptions.append("ignore")  # as in `main`
     hidden: Any = None
     sys.modules["ray"] = hidden  # vLLM imports it where it can; it reads its environment as it is imported
-    with suppress(ImportError):  # of vLLM, where it is not the build for CPUs
+    with suppress(ImportError):  # vLLM is not the build for CPUs
         for name in import_module("tests.support.preloaded").MODULES[images]:
             import_module(name)
         import_module("generation.engine.forkserver").prepare()
@@ -72,35 +71,35 @@ def serve(listener: int, ended: int, images: bool) -> None:
 
 
 class _Server(multiprocessing.forkserver.ForkServer):
-    """One of them, to this process."""
+    """This process's connection to one of the servers."""
 
     def __init__(self, images: bool) -> None:
         super().__init__()
-        given: Any = self
-        given._forkserver_address = os.environ[_ADDRESSES[images]]
-        given._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # of no use: they live as long as pytest does
+        slots: Any = self
+        slots._forkserver_address = os.environ[_ADDRESSES[images]]
+        slots._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # unused: the servers live as long as pytest
 
     def ensure_running(self) -> None:
-        """It runs."""
+        """Does nothing, since the server runs already."""
 
 
 server = cache(_Server)
 
 
 class _Streams:
-    """Standard input, output and error, on their way to another process."""
+    """Sends standard input, output and error to another process when it is pickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return list, ([DupFd(number) for number in range(3)],)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python` with these arguments, forked; the signals that this process gets are passed on."""
-    sys.warnoptions.append("ignore")  # in what looks after shared memory: here processes are killed that have some
+    """Runs `python` with these arguments in a fork; signals that this process gets are passed on."""
+    sys.warnoptions.append("ignore")  # the resource tracker would warn of shared memory of processes that tests kill
     seeing = bool(os.environ.get("HOTBUNK_IMAGES"))
     multiprocessing.forkserver.connect_to_new_process = server(seeing).connect_to_new_process
     handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    del sys.modules["__main__"].__file__  # else the fork would run this file first
+    del sys.modules["__main__"].__file__  # otherwise the fork would run this file first
     context = multiprocessing.get_context("forkserver")
     fork = context.Process(target=_be_python, args=(_Streams(), list(arguments), dict(os.environ), os.getcwd()))
     signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _be_python(streams: Any, arguments: list[str], environment: dict[str, str], folder: str) -> None:
-    parent: Any = process.parent_process()  # where it is killed, this is
+    parent: Any = process.parent_process()  # this process is killed with it
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,4 +1,4 @@
-"""A rollout of two turns that waits between them, in steps 3 and 4, until a file is there."""
+"""A rollout of two turns that waits between them, in steps 3 and 4, until a file exists."""
 
 import asyncio
 import time
@@ -17,7 +17,10 @@ def wait_at(gate: Path) -> None:
 
 
 async def gated(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings, *, folder: str) -> Trajectory:
-    """The file of step 3 is FOLDER/3; FOLDER/3.reached says that an episode waits for it."""
+    """Samples twice, and between the turns of step N (3 or 4) waits for the file FOLDER/N.
+
+    FOLDER/N.reached says that an episode is waiting.
+    """
     chat, gate = llm.conversation(), Path(folder, str(llm.settings.step))
     await chat.sample(sampling)
     chat.add([{"role": "user", "content": "Look again."}])

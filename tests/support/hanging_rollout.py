@@ -1,4 +1,4 @@
-"""Episodes of a step that never ends, in a file of its own: a rank imports it, not the tests."""
+"""A rollout function whose step 4 never ends, in a file of its own, so that ranks need not import tests."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ from generation.trajectory import Trajectory
 
 
 async def hangs_in_step_4(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-    """One generation, as without it, but in step 4."""
+    """Generates one answer, except in step 4, where it sleeps."""
     if llm.settings.step == 4:
         await asyncio.sleep(1000)
     return await one_shot(llm, row, sampling)

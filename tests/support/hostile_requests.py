@@ -1,4 +1,4 @@
-"""Odd requests drawn by Hypothesis, from a server's own schema and from outside it, and those that did harm before."""
+"""Hostile HTTP requests: drawn by Hypothesis from a server's own schema and from outside it, and listed attacks."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.bad_requests import CHAT, COMPLETIONS, GOOD, USER, alternatives
 
 ANSWER_SECONDS = 60.0
-"""A request that is answered later hangs."""
+"""A request that takes longer counts as hanging."""
 
 NUMBERS: list[Any] = [0, 1, -1, 2, 15, 16, 17, 20, 21, 127, 128, 129, 511, 512, 513, 16384, 2**31, 2**63 - 1, 2**63]
 NUMBERS += [2**64, 2**70, -(2**63) - 1, 10**400, 1.0, 1.5, 129.0, 16000.0, -0.0, 1e22, 1e300, -1e300, 1e-300]
@@ -52,7 +52,7 @@ PATHS += ["http://127.0.0.1/v1/completions", "/" + "a" * 5000, "/docs"]
 
 @dataclass(frozen=True)
 class Hostile:
-    """One request as it goes over the wire; a name of `headers` replaces what is usual there."""
+    """One request as it goes over the wire; `headers` replace the usual ones of the same name."""
 
     path: str
     body: bytes
@@ -61,7 +61,7 @@ class Hostile:
 
 
 def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Hostile]:
-    """Requests some fields of which have values that the schema allows, however odd."""
+    """Requests in which some fields have values that the schema allows, however odd."""
 
     @st.composite
     def draw_request(draw: st.DrawFn) -> Hostile:
@@ -76,7 +76,7 @@ def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Hostile]:
 
 
 def _fitting(schema: dict[str, Any], part: dict[str, Any], depth: int) -> st.SearchStrategy[Any]:
-    """Values that this part of the schema allows, down to `depth` levels."""
+    """Values that this part of the schema allows, nested at most `depth` levels deep."""
     forms = [_fitting_form(schema, form, depth) for form in alternatives(schema, part)]
     return st.one_of(forms)
 
@@ -104,7 +104,7 @@ def _fitting_form(schema: dict[str, Any], form: dict[str, Any], depth: int) -> s
 
 
 def outside(schema: dict[str, Any]) -> st.SearchStrategy[Hostile]:
-    """Requests that no schema allows: by field, by body, by header, method or path."""
+    """Requests that break the schema by field, body, header, method or path."""
     good = st.sampled_from(list(GOOD))
 
     @st.composite
@@ -118,12 +118,12 @@ def outside(schema: dict[str, Any]) -> st.SearchStrategy[Hostile]:
     @st.composite
     def by_bytes(draw: st.DrawFn) -> Hostile:
         path = draw(good)
-        whole = json.dumps(GOOD[path]).encode()
+        body = json.dumps(GOOD[path]).encode()
         depth, opening = draw(st.sampled_from([60, 900, 5000, 100_000])), draw(st.sampled_from([b"[", b'{"a":']))
         deep = opening * depth + b"1" + (b"]" if opening == b"[" else b"}") * depth
         name = draw(st.sampled_from([b"messages", b"prompt", b"tools", b"chat_template_kwargs", b"structured_outputs"]))
-        cut = draw(st.integers(0, len(whole)))
-        written = [deep, whole[:-1] + b', "%s": %s}' % (name, deep), whole[:cut], whole[cut:], whole + whole]
+        cut = draw(st.integers(0, len(body)))
+        written = [deep, body[:-1] + b', "%s": %s}' % (name, deep), body[:cut], body[cut:], body + body]
         return Hostile(path, draw(st.one_of(st.sampled_from(written), st.binary(max_size=200))))
 
     @st.composite
@@ -138,8 +138,8 @@ def outside(schema: dict[str, Any]) -> st.SearchStrategy[Hostile]:
     return st.one_of(by_field(), by_field(), by_bytes(), by_head())
 
 
-def known_cases() -> Iterator[Hostile]:
-    """What has done harm to servers of this kind: large numbers as other types, long lists, grammars, foreign names."""
+def listed_cases() -> Iterator[Hostile]:
+    """Yields attacks that have harmed such servers: large numbers of other types, long lists, grammars, other hosts."""
     for path in (CHAT, COMPLETIONS):
         changes: list[dict[str, Any]] = [{"n": n} for n in (129, 129.0, "129", "1000", 5000, "5000", 16000.0, 10**9)]
         changes += [{"n": n} for n in (2**70, True, None, [129], {"n": 1}, "1e3", -1, 0)]
@@ -161,7 +161,7 @@ def known_cases() -> Iterator[Hostile]:
 
 
 def send(address: tuple[str, int], request: Hostile, key: str) -> tuple[int, str, float]:
-    """Over a connection of its own: the answer's status and text, and after how many seconds it was there."""
+    """Sends a request over a connection of its own; returns the answer's status, its text, and the seconds it took."""
     headers = {"host": b"127.0.0.1", "content-type": b"application/json", "authorization": f"Bearer {key}".encode()}
     headers |= {"connection": b"close", "content-length": str(len(request.body)).encode()} | request.headers
     lines = [f"{request.method} {request.path} HTTP/1.1".encode("utf-8", "surrogatepass")]
@@ -176,14 +176,14 @@ def send(address: tuple[str, int], request: Hostile, key: str) -> tuple[int, str
 
 
 def complaint(request: Hostile, status: int, text: str) -> str:
-    """What is wrong with an answer; empty where nothing is."""
+    """Describes what is wrong with an answer; empty if nothing is."""
     if status >= 500 or "Traceback" in text:
         return f"{status} {text[:300]}"
     if status < 400 or request.method == "HEAD":
         return ""
     try:
-        told = json.loads(text)
-        text = told["error"]["message"] if "error" in told else told["detail"]
+        answer = json.loads(text)
+        text = answer["error"]["message"] if "error" in answer else answer["detail"]
     except ValueError:
         pass  # the HTTP parser's own refusal is plain text
     return "" if text and "\n" not in text and len(text) < 300 else f"{status}, no sentence: {text[:600]!r}"

@@ -1,4 +1,4 @@
-"""What test_hsdp.py checks on four ranks: two machines' worth of shards, two ranks each."""
+"""Checks of hybrid sharding on four ranks for test_hsdp.py: two replicas of the shards, on two ranks each."""
 
 import itertools
 from collections.abc import Callable
@@ -22,14 +22,14 @@ def make_policy(folder: Path, shard_size: int | None = 2) -> FsdpPolicy:
 
 
 def check_next_steps(policy: FsdpPolicy, folder: Path, first: int, last: int) -> None:
-    """Steps `first` to `last`, of 3, are those of a single process."""
+    """Steps `first` to `last` of 3 are those of a single process."""
     expected = three_steps.plain_steps(checks.model_folder(folder), checks.make_samples())
     steps = list(itertools.islice(expected, first - 1, last))
     three_steps.check_steps(policy, three_steps.fsdp_gradient, checks.weights, steps)
 
 
 def check_handed_over(folder: Path) -> None:
-    """What one rank did the first step of goes on here, and back there after the second."""
+    """Continues from a checkpoint that one rank saved after step 1, and saves step 2 for that rank to continue from."""
     policy = make_policy(folder)
     checkpoint.load(folder / "handed" / "step_1", {"policy": policy})
     check_next_steps(policy, folder, 2, 2)
@@ -37,7 +37,7 @@ def check_handed_over(folder: Path) -> None:
 
 
 def check_groups(folder: Path) -> None:
-    """A second model makes no groups, whose communicators would take memory on every GPU."""
+    """A second model makes no new process groups, whose communicators would take memory on every GPU."""
     make_policy(folder)
     groups = set(dist.distributed_c10d._world.pg_map)
     make_policy(folder)
@@ -45,7 +45,7 @@ def check_groups(folder: Path) -> None:
 
 
 def check_shards(folder: Path) -> None:
-    """A rank holds half of the model; the engine is sent, and the export has, all of it."""
+    """A rank holds half of the model; the engine is sent all of it, and the export has all of it."""
     policy = make_policy(folder)
     stored = load_file(checks.model_folder(folder) / "model.safetensors")
     held = sum(p.to_local().numel() for _, p in policy.named_parameters())
@@ -56,8 +56,8 @@ def check_shards(folder: Path) -> None:
     source.gather_into([parameter.name for parameter in parameters], slots)
     assert {parameter.name for parameter in parameters} == stored.keys()
     for parameter, slot in zip(parameters, slots, strict=True):
-        whole = stored[parameter.name]
-        assert torch.equal(slot[: whole.nbytes].view(torch.float32).view(whole.shape), whole), parameter.name
+        expected = stored[parameter.name]
+        assert torch.equal(slot[: expected.nbytes].view(torch.float32).view(expected.shape), expected), parameter.name
     assert_ranks_hold(source, stored)
     assert all(torch.equal(weight, stored[name]) for name, weight in sent_in_parts(source, 1 << 14).items())
     policy.save_pretrained(folder / "hsdp_export")
@@ -66,6 +66,7 @@ def check_shards(folder: Path) -> None:
 
 
 def four_ranks(models: str, results: str) -> None:
+    """Runs every check on four ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     kinds = [checks.model_folder(folder, kind, tied) for kind, tied in checks.KINDS]

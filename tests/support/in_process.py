@@ -1,4 +1,4 @@
-"""The real sharding manager and the real worker extension in one process, around a model of a few parameters."""
+"""Runs the real sharding manager and the real worker extension in one process, around a model of a few parameters."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -20,12 +20,12 @@ from sharding.worker import extension
 
 
 class SmallModel(nn.Module):
-    """What an engine's rank of `ranks` holds of four weights, and loaders as vLLM's: fused, cut, padded, computed."""
+    """One rank's part of five weights, with loaders like vLLM's: fused, cut, padded or computed."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, times: int = 1) -> None:
         super().__init__()
         self.rank, self.ranks = rank, ranks
-        self.rows = nn.Parameter(torch.zeros(20 * times // ranks, 6, dtype=dtype))  # three fifths `a`, then `b`
+        self.rows = nn.Parameter(torch.zeros(20 * times // ranks, 6, dtype=dtype))  # three fifths are `a`, the rest `b`
         self.columns = nn.Parameter(torch.zeros(5 * times, 8 // ranks, dtype=dtype))
         self.norm = nn.Parameter(torch.zeros(7 * times, dtype=dtype))
         self.scaled = nn.Parameter(torch.zeros(3 * times, dtype=dtype))
@@ -34,8 +34,8 @@ class SmallModel(nn.Module):
     def load_weights(self, weights: Any) -> None:
         for name, weight in weights:
             if name in ("a", "b"):
-                own = weight.chunk(self.ranks)[self.rank]
-                (self.rows.data[: len(own)] if name == "a" else self.rows.data[-len(own) :]).copy_(own)
+                part = weight.chunk(self.ranks)[self.rank]
+                (self.rows.data[: len(part)] if name == "a" else self.rows.data[-len(part) :]).copy_(part)
             elif name == "columns":
                 self.columns.data.copy_(weight.chunk(self.ranks, dim=1)[self.rank])
             elif name == "norm":
@@ -45,14 +45,14 @@ class SmallModel(nn.Module):
 
 
 def small_weights(seed: int, times: int = 1) -> dict[str, Tensor]:
-    """What `SmallModel` loads; both with so many times the rows."""
+    """Random weights for `SmallModel` to load; `times` multiplies the rows of both."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (12, 6), "b": (8, 6), "columns": (5, 8), "norm": (7,), "scaled": (3,)}
     return {name: torch.randn(rows * times, *rest, generator=generator) for name, (rows, *rest) in shapes.items()}
 
 
 class Worker(extension.VllmInternalWorkerExtension):
-    """What vLLM's worker is to the extension."""
+    """Stands in for vLLM's worker, which the extension extends."""
 
     device = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Worker(extension.VllmInternalWorkerExtension):
 
 
 class IdleLLM:
-    """An AsyncLLM without requests."""
+    """Stands in for an AsyncLLM that has no requests."""
 
     errored = False
 
@@ -94,7 +94,7 @@ class OneWorker(Engine):
 
 
 class Thread:
-    """An engine's thread: a worker does one thing after another."""
+    """Stands in for an engine's thread: its worker does one thing after another."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -109,7 +109,7 @@ class Thread:
 class InProcess:
     """A manager and its worker, whose weights are plain where `extension._PLAIN_ON_CPU` says so.
 
-    `sync` brings a version; what is wrong with it raises `RemoteError`.
+    `sync` sends a version; a failed update raises `RemoteError`.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class InProcess:
         **settings: Any,
     ) -> None:
         self.worker = model if isinstance(model, Worker) else Worker.of(model)
-        known: dict[str, Any] = {"verify": "full", "timeout": 20} | settings
+        fields: dict[str, Any] = {"verify": "full", "timeout": 20} | settings
         self.manager = ShardingManager(
             source,
             torch.device("cpu"),
-            SyncSettings(**known),
+            SyncSettings(**fields),
             folder,
             leader=Leader(OneWorker(self.worker), Thread()),  # type: ignore[arg-type]
             way=way,
@@ -137,7 +137,7 @@ class InProcess:
         self.manager._sync()
 
     def die(self, model: SmallModel) -> None:
-        """Have another worker, as an engine that was started again has; `manager.restart` follows."""
+        """Replaces the worker, as a restart of the engine does; `manager.restart` is to follow."""
         self.worker = Worker.of(model)
         leader = self.manager._leader
         assert leader is not None and isinstance(leader.engine, OneWorker)

@@ -1,4 +1,4 @@
-"""A worker extension that says what its vLLM sees of the processor, and what computes each layer."""
+"""A worker extension that reports what its vLLM sees of the processor, and which kernel computes each layer."""
 
 from typing import Any
 
@@ -10,8 +10,10 @@ ASKED = ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_su
 
 
 class KernelReport(VllmInternalWorkerExtension):
+    """Adds a report of the processor and of kernels to the worker."""
+
     def hotbunk_kernels(self) -> dict[str, Any]:
-        """`processor`: what vLLM is told of it; `layers`: the kernel of each, attention's after its first use."""
+        """Returns `processor`, the features that vLLM sees, and `layers`, the kernel of each layer once it has one."""
         model = self.get_model()  # type: ignore[attr-defined]
         layers = {name: kernel for name, module in model.named_modules() if (kernel := kernel_of(module))}
         processor = {name: getattr(torch.cpu, name)() for name in ASKED}
@@ -19,6 +21,7 @@ class KernelReport(VllmInternalWorkerExtension):
 
 
 def kernel_of(module: Any) -> str | None:
+    """Names the kernel that computes a module, or returns None for a module without one."""
     if hasattr(module, "cpu_linear"):
         linear = module.cpu_linear is torch.nn.functional.linear and module.weight.numel() > 0
         return "torch" if linear else "packed"

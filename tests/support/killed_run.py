@@ -1,23 +1,23 @@
-"""A run that is killed, asked to end, and stopped at random, and goes on each time.
+"""Kills, interrupts and stops a run at random moments, and checks that it resumes each time, bit for bit.
 
     python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R] [--mixture | --images]
                                            [--then RANKS | --alone [--apart]] [--rollouts] [--pull]
 
-It trains a tiny model once without disturbance, and once with signals to a random process (the launcher, a rank, an
-engine, a guardian, a reward worker) at a random moment, from the start to the export; what has ended is started again
-by the same command. 20 s after each end nothing of it may be left, and both runs must end alike, bit for bit. With
-`--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved. With `--then RANKS` it is
-started on so many ranks from half of the signals on, and so is, from the same step on, the one it is compared with: the
-last bits of sums depend on the number of ranks. `--lora R` trains adapters of
-rank R, which engines apply. With `--mixture` it is a mixture of experts that learns by the routes of an engine in
-bfloat16, with a balance loss; with `--images` one that sees, whose rows have 0 to 2 images.
+A tiny model is trained once without disturbance, and once with signals to a random process (the launcher, a rank, an
+engine, a guardian, a reward worker) at a random moment, from the start to the export; a run that has ended is started
+again by the same command. 20 s after each end no process or file of it may be left, and both runs must end alike, bit
+for bit. With `--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved. With `--then
+RANKS` the second half of the signals goes to a run on RANKS ranks, and the undisturbed run changes to RANKS ranks at
+the same step: the last bits of sums depend on the number of ranks. `--lora R` trains adapters of rank R, which engines
+apply. `--mixture` trains a mixture of experts by the routes of an engine in bfloat16, with a balance loss. `--images`
+trains a multimodal model on rows with 0 to 2 images.
 
-With `--alone` nobody starts anything again: all signals are SIGKILL, at most two a step, and the run has to come to
-its end by itself, with engines that start again in place, and a supervisor (RESTARTS) for all else. It prints the
-seconds that each kill has cost. With `--apart` the last of the ranks only generates, by weights of one step before.
-With `--pull` engines read the ranks' shards, adapters merged, in bfloat16: of plain weights in float32 MKL's last bit
-depends on which requests happen to be decoded together.
+With `--alone` this script starts nothing again: all signals are SIGKILL, at most two a step, and the run has to reach
+its end by itself, with engines that are restarted in place, and a supervisor (RESTARTS) for everything else. It prints
+the seconds that each kill has cost. With `--apart` the last of the ranks only generates, with weights of the previous
+step. With `--pull` engines read the ranks' shards, adapters merged, in bfloat16: with plain weights in float32, MKL's
+last bit depends on which requests happen to be decoded together.
 """
 
 import argparse
@@ -46,10 +46,10 @@ MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "
 STARTS = MOMENTS[:2]
 VICTIMS = ("launcher", "rank", "engine", "guardian", "reward worker")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}  # seconds from the moment's beginning; of the others:
+LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}  # seconds from the beginning of the moment; of the other moments:
 DELAY = 0.15
-QUICKER = 8  # is a start of a run that is forked
-END_SECONDS = 90.0  # from a signal to the launcher's end; a rank that is asked to end is given time to save
+QUICKER = 8  # the factor by which a forked run starts faster
+END_SECONDS = 90.0  # from a signal to the launcher's end; an interrupted rank has time to save
 STOPPED_SECONDS = 5.0
 NOTHING = "nothing"
 REWARD = f"{ROOT}/tests/support/digit_reward.py:LeavesProcesses"
@@ -57,7 +57,7 @@ REWARD = f"{ROOT}/tests/support/digit_reward.py:LeavesProcesses"
 
 @dataclass
 class Disturbance:
-    """A signal to be sent: to whom, and after how many more rows in which moment."""
+    """A signal to send: to which kind of process, and after how many more rows in which moment."""
 
     moment: str
     victim: str
@@ -67,7 +67,7 @@ class Disturbance:
 
 
 def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
-    """What will be done to the run, in order; exports are at its end."""
+    """Draws the signals to send, in order; those during exports come last."""
     dice = random.Random(seed)
     signals = [dice.choice(SIGNALS) for _ in range(kills)] + [signal.SIGSTOP] * stops
     dice.shuffle(signals)
@@ -80,7 +80,7 @@ def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
 
 
 class Survivor:
-    """A run under a supervisor, which goes on by itself whatever is killed below that."""
+    """A run under a supervisor, which restarts whatever is killed below it."""
 
     def __init__(self, recipe: Path, ranks: int, name: str, restarts: int, **how: Any) -> None:
         self.phases = recipe.parent / f"{name}-phases"
@@ -91,20 +91,20 @@ class Survivor:
             self.run = Run(recipe, *most, ranks=ranks, name=name, phases=self.phases, **how)
         finally:
             del os.environ["RESTARTS"]
-        self.lost: list[float] = []  # seconds, of each kill
+        self.lost: list[float] = []  # seconds that each kill has cost
         self.missed = 0  # kills that came too late
 
     def victims(self, kind: str) -> list[psutil.Process]:
-        """The living processes of a kind, engines' workers being in their cores."""
+        """The living processes of a kind; an engine's workers are in its core."""
         run = self.run
-        found = {"rank": run.ranks, "engine": run.engines, "guardian": run.guardians}
+        by_kind = {"rank": run.ranks, "engine": run.engines, "guardian": run.guardians}
         if kind == "launcher":
             above = psutil.Process(run.process.pid)
             return [child for child in above.children() if "trainer.launcher" in " ".join(child.cmdline())]
-        return found.get(kind, run.reward_workers)()
+        return by_kind.get(kind, run.reward_workers)()
 
     def kill(self, kind: str, step: int, moment: str, delay: float) -> str:
-        """Kill one of a kind in a moment of a step, or at any before its end; returns what was done."""
+        """Kills a process of this kind in this moment of a step, or before the step's end; returns what was done."""
         deadline = time.monotonic() + 10
         while not self.phase().endswith(moment) and time.monotonic() < deadline and self.run.process.poll() is None:
             time.sleep(0.001)
@@ -114,27 +114,27 @@ class Survivor:
         deadline = time.monotonic() + 120
         while self.run.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if found := self.victims(kind):
+                if processes := self.victims(kind):
                     self.run.note_private_folders()
-                    phase, victim = self.phase(), random.Random(delay).choice(found)
+                    phase, victim = self.phase(), random.Random(delay).choice(processes)
                     victim.kill()
                     return f"{kind} in {phase or 'start'}"
             time.sleep(0.01)
         return NOTHING
 
     def phase(self) -> str:
-        """What rank 0 is doing, or was when it ended."""
+        """The phase of rank 0, or its last one if it has ended."""
         file = self.phases / "0"
         return file.read_text() if file.exists() else ""
 
     def go_through(self, kills: list[tuple[int, str, str, float]], usual: float) -> None:
-        """Kill in order: (step, victim, moment, delay in s). `usual` is the time of a step that nothing happens in."""
+        """Kills in order: (step, victim, moment, delay in s). `usual` is the time of an undisturbed step."""
         for number, (step, kind, moment, delay) in enumerate(kills, 1):
             while len(self.run.rows()) < step - 1 and self.run.process.poll() is None:
                 time.sleep(0.002)
             rows, began = len(self.run.rows()), time.monotonic()
             done = self.kill(kind, step, moment, delay)
-            if number == len(kills) or kills[number][0] > step:  # the second of a step comes while the first is mended
+            if number == len(kills) or kills[number][0] > step:  # a second kill comes in the recovery from the first
                 while len(self.run.rows()) <= rows and self.run.process.poll() is None:
                     time.sleep(0.01)
             self.lost.append(max(0.0, time.monotonic() - began - usual))
@@ -143,8 +143,9 @@ class Survivor:
 
 
 def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[int, str, str, float]]:
-    """What `Survivor.go_through` takes: at most so many kills a step, the second up to a start's length after the
-    first. Engines apart are a step ahead, so that one's death fails the next step, and a third failure would end all.
+    """Draws kills for `Survivor.go_through`: at most `most` a step, the second within a start's length after the first.
+
+    Engines apart are a step ahead, so that the death of one fails the next step; a third failure would end the run.
     """
     dice, drawn = random.Random(seed), []
     for step in sorted(dice.sample([step for step in range(1, steps) for _ in range(most)], count)):
@@ -158,29 +159,29 @@ def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[i
 def survived(
     recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str, **how: Any
 ) -> list[str]:
-    """Everything that is wrong with a run that had to get through these kills by itself. `how` is `Run`'s."""
+    """Everything that is wrong with a run that had to survive these kills by itself. `how` is passed to `Run`."""
     usual = [row["time/step"] for row in straight.rows() if "time/step" in row]
     began = time.monotonic()
     survivor = Survivor(recipe, ranks, name, restarts=60, **how)
     survivor.go_through(kills, sum(usual) / len(usual))
     failures = [] if survivor.run.wait(1200) == 0 else [survivor.run.output()]
-    whole = time.monotonic() - began
+    seconds = time.monotonic() - began
     survivor.run.assert_gone()
     failures += [f"{survivor.missed} kills found nobody"] * (survivor.missed > 0)
-    # What dies in an update is often noticed a step later, which the whole has and the single figures have not.
-    print(json.dumps({"kills": len(kills), "whole, s": round(whole), "each": [round(s, 1) for s in survivor.lost]}))
+    # A death in an update is often noticed a step later: the total includes that time, the single figures do not.
+    print(json.dumps({"kills": len(kills), "whole, s": round(seconds), "each": [round(s, 1) for s in survivor.lost]}))
     return failures + unequal(straight, survivor.run)
 
 
 class DisturbedRun:
-    """A recipe that is started as often as it takes."""
+    """A run that is started again as often as its recipe takes."""
 
     def __init__(self, recipe: Path, ranks: int, name: str, **how: Any) -> None:
         self.recipe, self.ranks, self.name, self.how = recipe, ranks, name, how
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         self.failures: list[str] = []
-        self.longest = 0.0  # seconds from an end until nothing was left
+        self.longest = 0.0  # seconds from an end until everything was gone
         self.runs: list[tuple[int, Run]] = []  # every start, with its ranks
         self.start()
 
@@ -191,18 +192,18 @@ class DisturbedRun:
         self.runs.append((self.ranks, self.run))
 
     def done_on(self, ranks: int) -> int:
-        """The steps that there were when it was first started on another number of ranks."""
-        others = "\n".join(run.output() for number, run in self.runs if number != ranks)
-        resumed = re.search(r"resuming from .*, after step (\d+)", others)
+        """The steps that were complete when the run first started on another number of ranks."""
+        output = "\n".join(run.output() for number, run in self.runs if number != ranks)
+        resumed = re.search(r"resuming from .*, after step (\d+)", output)
         return int(resumed[1]) if resumed else 0
 
     def phase(self) -> str:
-        """What rank 0 is doing."""
+        """The phase of rank 0."""
         file = self.phases / "0"
         return file.read_text() if file.exists() else ""
 
     def moment(self) -> str:
-        """Which of MOMENTS it is, or the phase."""
+        """The current one of MOMENTS, or the phase."""
         phase = self.phase()
         ends = {"generation shift": "sync", "rollout": "rollout", "update": "update", "checkpoint": "checkpoint"}
         if phase.startswith("finish"):
@@ -215,7 +216,7 @@ class DisturbedRun:
         return self.run.process.poll() is not None
 
     def wait_for(self, wanted: Disturbance) -> None:
-        """Until the moment has come, or the run has ended. A step's moments come once it has done what was missing."""
+        """Waits until the moment has come or the run has ended. A step's moments come once the wanted rows exist."""
         rows = len(self.run.rows()) + wanted.rows
         while not self.ended():
             moment = self.moment()
@@ -223,13 +224,13 @@ class DisturbedRun:
             if moment == wanted.moment and (early or len(self.run.rows()) >= rows):
                 break
             if wanted.moment in STARTS and moment not in STARTS:
-                break  # it is past that
+                break  # the start is over
             time.sleep(0.003)
         if wanted.moment in (*STARTS, "export"):
             time.sleep(wanted.delay / (QUICKER if "preloaded" in self.how and wanted.moment in STARTS else 1))
 
     def hit(self, wanted: Disturbance, victim: psutil.Process) -> str:
-        """Send the signal, in a step as soon as the moment is there again; returns what the run was doing."""
+        """Sends the signal, within a step as soon as the moment recurs; returns the moment in which it was sent."""
         deadline = time.monotonic() + 10
         if wanted.moment not in (*STARTS, "export"):
             while self.moment() != wanted.moment and not self.ended() and time.monotonic() < deadline:
@@ -252,7 +253,7 @@ class DisturbedRun:
         return self.run.reward_workers()
 
     def disturb(self, wanted: Disturbance, dice: random.Random) -> str:
-        """Send the signal, to another victim where there is none of the kind yet; returns what was done."""
+        """Sends the signal, to another kind of process if there is none of this kind yet; returns what was done."""
         self.wait_for(wanted)
         if self.ended() and wanted.moment == "export":
             self.ended_by_itself()  # too late: there is another export after the next start
@@ -260,10 +261,10 @@ class DisturbedRun:
         kinds = [wanted.victim, *dice.sample(VICTIMS, len(VICTIMS))]
         for kind in kinds:
             try:
-                found = [] if self.ended() else self.victims(kind)
-                if not found:
+                processes = [] if self.ended() else self.victims(kind)
+                if not processes:
                     continue
-                victim = dice.choice(found)
+                victim = dice.choice(processes)
                 self.run.note_private_folders()
                 moment = self.hit(wanted, victim)
             except psutil.NoSuchProcess:
@@ -273,7 +274,7 @@ class DisturbedRun:
         return "none: the run had ended"
 
     def follow(self, kind: str, number: signal.Signals, moment: str, victim: psutil.Process, at_once: bool) -> str:
-        """See to it that the run ends or goes on as it should; in the one case start it again, perhaps `at_once`."""
+        """Checks that the run ends or continues as it should; if it ended, starts it again, perhaps `at_once`."""
         done = f"{number.name} to {kind} in {moment}"
         if number == signal.SIGSTOP:
             time.sleep(STOPPED_SECONDS)
@@ -281,7 +282,7 @@ class DisturbedRun:
                 victim.send_signal(signal.SIGCONT)
             self.goes_on(done)
             return done
-        if kind in ("reward worker", "engine"):  # both are started again by the run itself
+        if kind in ("reward worker", "engine"):  # the run itself starts both again
             self.goes_on(done)
             return done
         hurt = self.run
@@ -301,11 +302,11 @@ class DisturbedRun:
         return f"{done}, exit {code}" + (", started again at once" if at_once else "")
 
     def goes_on(self, done: str) -> None:
-        """A row more, or a well-ended run, within two minutes and a start."""
+        """Waits for another row, or for a successful end, at most two minutes and a start."""
         rows, deadline = len(self.run.rows()), time.monotonic() + 420
         while not self.ended() and len(self.run.rows()) == rows and not self.phase().startswith("finish"):
             if time.monotonic() > deadline:
-                self.failures.append(f"{done}: the run does not go on")
+                self.failures.append(f"{done}: the run makes no progress")
                 self.run.kill_everything()
                 self.run.process.wait(10)
                 break
@@ -314,13 +315,14 @@ class DisturbedRun:
             self.ended_by_itself(done)
 
     def ended_by_itself(self, done: str = NOTHING) -> None:
-        """Only at its end, and well."""
+        """Records a failure unless the run has ended successfully, and starts it again."""
         if self.run.process.returncode != 0:
             self.failures.append(f"after {done} the run ended with {self.run.process.returncode}: {self.run.output()}")
         self.check_nothing_left(self.run, done)
         self.start()
 
     def check_nothing_left(self, run: Run, done: str) -> None:
+        """Records a failure if processes or files of the run stay."""
         began = time.monotonic()
         try:
             run.assert_gone()
@@ -330,7 +332,7 @@ class DisturbedRun:
         self.longest = max(self.longest, time.monotonic() - began)
 
     def finish(self) -> Run:
-        """Let it come to its end."""
+        """Waits for the end of the run."""
         if self.run.wait(900) != 0:
             self.failures.append(f"the last start ended with {self.run.process.returncode}: {self.run.output()}")
         self.check_nothing_left(self.run, "the end")
@@ -346,14 +348,16 @@ def disturbed(
     then: int = 0,
     **how: Any,
 ) -> DisturbedRun:
-    """Go through everything that was drawn, on `then` ranks in its second half; the run is at its end then. `how` it is
-    started is `Run`'s."""
+    """Sends all signals that were drawn, the second half of them on `then` ranks, and waits for the end.
+
+    `how` is passed to `Run`.
+    """
     dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name, **how)
     half = (len(drawn) + 1) // 2
     for number in range(1, len(drawn) + 1):
-        run.ranks = then if then and number >= half else ranks  # of the next start
+        run.ranks = then if then and number >= half else ranks  # for the next start
         began = time.monotonic()
-        # What is for a start waits until there is one again.
+        # A signal for a start waits until the run starts again.
         starting = run.moment() in STARTS
         wanted = next((one for one in drawn if starting or one.moment not in STARTS), drawn[0])
         drawn = [one for one in drawn if one is not wanted]
@@ -365,7 +369,7 @@ def disturbed(
 
 
 def undisturbed(recipe: Path, ranks: int, name: str = "straight", until: int = 0, then: int = 0) -> Run:
-    """The run without any signal, on `then` ranks after step `until`."""
+    """Runs without any signal, on `then` ranks after step `until`."""
     starts = [(ranks, ["--run.steps", str(until)])] if until else []
     began = time.monotonic()
     for number, arguments in [*starts, (then or ranks, [])]:
@@ -378,7 +382,7 @@ def undisturbed(recipe: Path, ranks: int, name: str = "straight", until: int = 0
 
 
 class Finished(Protocol):
-    """A run that has ended, wherever it ran."""
+    """A run that has ended, on whatever machines."""
 
     folder: Path
 
@@ -386,16 +390,16 @@ class Finished(Protocol):
 
 
 def unequal(one: Finished, other: Finished) -> list[str]:
-    """Where two finished runs differ, bit for bit, in metrics, answers, and exported weights."""
-    found = differences(one.comparable_rows(), other.comparable_rows())
+    """Lists where two finished runs differ, bit for bit, in metrics, answers and exported weights."""
+    lines = differences(one.comparable_rows(), other.comparable_rows())
     for name in ("completions.jsonl",):
-        found += [name] * ((one.folder / name).read_bytes() != (other.folder / name).read_bytes())
-    weights, others = (load_file(run.folder / "model" / "model.safetensors") for run in (one, other))
-    return found + [name for name in weights | others if not weights[name].equal(others[name])]
+        lines += [name] * ((one.folder / name).read_bytes() != (other.folder / name).read_bytes())
+    first, second = (load_file(run.folder / "model" / "model.safetensors") for run in (one, other))
+    return lines + [name for name in first | second if not first[name].equal(second[name])]
 
 
 def main() -> int:
-    """The undisturbed run, the disturbed one, and what they differ in."""
+    """Runs undisturbed and disturbed, and prints what the two differ in."""
     if "--images" in sys.argv:
         import hotbunk_torchvision
 
@@ -415,19 +419,19 @@ def main() -> int:
         "lora": 0,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--steps", type=int, help="of the run; by default as many as the signals take")
-    parser.add_argument("--alone", action="store_true", help="nobody starts anything again")
-    parser.add_argument("--mixture", action="store_true", help="of experts, with its engine's routes")
-    parser.add_argument("--images", action="store_true", help="a model that sees, and rows with images")
+    parser.add_argument("--steps", type=int, help="steps of the run; by default as many as the signals take")
+    parser.add_argument("--alone", action="store_true", help="this script starts nothing again")
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts, with its engine's routes")
+    parser.add_argument("--images", action="store_true", help="a multimodal model, and rows with images")
     parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
     parser.add_argument("--rollouts", action="store_true", help="keep answers on disk until a checkpoint has them")
-    parser.add_argument("--pull", action="store_true", help="sync.way; adapters are merged")
+    parser.add_argument("--pull", action="store_true", help="engines read the ranks' shards; adapters are merged")
     options = parser.parse_args()
     if options.apart and not options.alone:
-        parser.error("--apart: an engine's death ends such a run, which the supervisor of --alone starts again")
+        parser.error("--apart needs --alone: an engine's death ends such a run, which its supervisor starts again")
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
-    folder.mkdir(parents=True)  # a run that is there already would be gone on with
+    folder.mkdir(parents=True)  # fails if it exists: a run in it would be resumed
     kind: dict[str, Any] = {"architecture": "qwen3_moe", "tied": False} if options.mixture else {}
     seen: dict[str, dict[str, Any]] = {}
     if options.images:
@@ -435,7 +439,7 @@ def main() -> int:
     else:
         model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
     routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}
-    # Each disturbance within the steps may take a row before and one after it.
+    # Each disturbance within the steps may need one row before it and one after it.
     steps = options.steps or 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
     recipe = write_recipe(
         folder,
@@ -451,7 +455,7 @@ def main() -> int:
         | ({"dtype": "bfloat16"} if options.mixture else {}),
         lora={"rank": options.lora, "sync": "merged" if options.pull else "adapter"},
         sync={"way": "pull" if options.pull else "auto"},
-        # So slowly that there is something to learn in all steps.
+        # The low rate leaves something to learn in every step.
         policy={"lr": 1e-4, "dtype": "bfloat16" if options.pull else "float32"},
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
@@ -462,23 +466,23 @@ def main() -> int:
     ranks, then, failures = options.ranks, options.then, 0
     straight = None if then else undisturbed(recipe, ranks)
     for seed in range(options.seed, options.seed + options.runs) if options.alone else ():
-        assert straight is not None, "--then is for runs that are started again by this script"
+        assert straight is not None, "--then needs runs that this script starts again"
         most = 1 if options.apart else 2
-        found = survived(recipe, draw_kills(options.kills, steps, seed, most), straight, ranks, f"alone-{seed}")
-        if options.apart and options.rollouts:  # a step that is read from the disk brings engines apart no weights
-            found = [line for line in found if " sync/verified: " not in line]
-        print("\n".join(found) or "equal, bit for bit: rows, answers, weights", flush=True)
-        failures += len(found)
+        problems = survived(recipe, draw_kills(options.kills, steps, seed, most), straight, ranks, f"alone-{seed}")
+        if options.apart and options.rollouts:  # a step that is read from disk sends no weights to engines apart
+            problems = [line for line in problems if " sync/verified: " not in line]
+        print("\n".join(problems) or "equal, bit for bit: rows, answers, weights", flush=True)
+        failures += len(problems)
     for seed, drawn in enumerate([] if options.alone else all_drawn, options.seed):
         broken = disturbed(recipe, drawn, ranks, seed, f"broken-{seed}", then)
         if then:
             straight = undisturbed(recipe, ranks, f"straight-{seed}", broken.done_on(ranks), then)
         assert straight is not None
-        found = broken.failures + unequal(straight, broken.run)
-        print("\n".join(found) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
-        figures = {"seed": seed, "disturbances": len(drawn), "failures": len(found), "until gone, s": broken.longest}
+        problems = broken.failures + unequal(straight, broken.run)
+        print("\n".join(problems) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
+        figures = {"seed": seed, "disturbances": len(drawn), "failures": len(problems), "until gone, s": broken.longest}
         print(json.dumps(figures), flush=True)
-        failures += len(found)
+        failures += len(problems)
     return min(failures, 1)
 
 

@@ -1,14 +1,13 @@
-"""Run a function on several real ranks from a test.
+"""Runs a function on several real ranks from a test.
 
     run_ranks(function, nproc=2, timeout=60, arguments=[str(tmp_path)])
 
-The function lives in an importable file, takes strings, and joins the process group itself; whatever fails on a rank
-fails the test with every rank's output, and so does a rank that has not come to the function's end. What such a test
-checks it therefore asserts on the ranks.
+The function lives in an importable file, takes strings, and joins the process group itself. The test fails, with every
+rank's output, if a rank raises or does not reach the function's end; such a test therefore asserts on the ranks.
 
 The ranks are processes with the variables and the store that torchrun gives its own. They are forked from a process
 that has imported what they all need, and nothing else: started one by one they would spend most of their time, and of
-the suite's, on imports. What torchrun itself does to ranks, test_run.py and test_lifetime.py try with the real one.
+the suite's, on imports. test_run.py and test_lifetime.py use the real torchrun.
 """
 
 import faulthandler
@@ -33,7 +32,7 @@ from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _DONE = "HOTBUNK_TEST_DONE"  # the folder in which each rank leaves its number at its end
-_GRACE_SECONDS = 3.0  # what the others have to tell and leave by themselves, when a rank has failed
+_GRACE_SECONDS = 3.0  # for the other ranks to report and exit when one has failed
 
 
 def run_ranks(
@@ -44,10 +43,10 @@ def run_ranks(
     lost: tuple[int, ...] = (),
     images: bool = False,
 ) -> str:
-    """Run a function on `nproc` ranks; returns what they printed, stdout and stderr together.
+    """Runs a function on `nproc` ranks; returns what they printed, stdout and stderr together.
 
-    `lost` are ranks that leave in the middle of the function, for a test of what the others make of it. With `images`
-    they find torchvision.
+    `lost` are ranks that leave in the middle of the function, for tests of how the remaining ranks react. With `images`
+    the ranks find torchvision.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
@@ -62,14 +61,14 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    if images:  # vLLM starts processes of its own to look at such a model
+    if images:  # vLLM inspects such a model in processes of its own
         environment[hotbunk_torchvision.SHOWN] = "1"
     with tempfile.TemporaryDirectory() as done:
         log = Path(done) / "output"
         log.touch()
-        given = (environment | {_DONE: done}, log, target, arguments or [])
+        process_args = (environment | {_DONE: done}, log, target, arguments or [])
         with preloaded.server(images):
-            ranks = start_processes(_run_rank, given, nproc, join=False, start_method="forkserver")
+            ranks = start_processes(_run_rank, process_args, nproc, join=False, start_method="forkserver")
         assert ranks is not None
         failure = _wait(ranks, timeout)
         output = log.read_text(errors="replace")
@@ -82,14 +81,14 @@ def run_ranks(
 
 
 def run_script(script: Path, arguments: list[str], folder: Path, timeout: float) -> str:
-    """What a script prints that is run in this folder, forked as ranks are.
+    """Runs a script in this folder, forked as ranks are, and returns what it prints.
 
-    Raises AssertionError with its output where it fails or takes longer than `timeout` seconds.
+    Raises AssertionError with its output if it fails or takes longer than `timeout` seconds.
     """
     log = folder / f"{script.stem}.log"
-    given = (os.environ | {"PYTHONPATH": str(ROOT)}, log, script, arguments)
+    process_args = (os.environ | {"PYTHONPATH": str(ROOT)}, log, script, arguments)
     with preloaded.server(images=False):
-        process = start_processes(_run_script, given, 1, join=False, start_method="forkserver")
+        process = start_processes(_run_script, process_args, 1, join=False, start_method="forkserver")
     assert process is not None
     failure = _wait(process, timeout)
     printed = log.read_text(errors="replace")
@@ -98,7 +97,7 @@ def run_script(script: Path, arguments: list[str], folder: Path, timeout: float)
 
 
 def _wait(ranks: ProcessContext, timeout: float) -> str:
-    """Until all have ended; returns what is wrong with that, if anything is. None of them is left."""
+    """Waits until all ranks have ended, and returns what went wrong, or an empty string. No process is left."""
     deadline = time.monotonic() + timeout
     try:
         while not ranks.join(max(0.0, deadline - time.monotonic()), _GRACE_SECONDS):
@@ -114,7 +113,7 @@ def _wait(ranks: ProcessContext, timeout: float) -> str:
 
 
 def leave() -> NoReturn:
-    """The end of a function whose process group is broken, and would hold up its process."""
+    """Ends a rank whose process group is broken, and whose exit would hang."""
     _note_end()
     os._exit(0)
 
@@ -124,7 +123,7 @@ def _note_end() -> None:
 
 
 def _kill_tree(pid: int) -> None:
-    """A rank and its children, which are in sessions of their own."""
+    """Kills a rank and its children, which are in sessions of their own."""
     try:
         family = psutil.Process(pid)
         members = [*family.children(recursive=True), family]
@@ -140,7 +139,7 @@ def _kill_tree(pid: int) -> None:
 def _run_rank(
     rank: int, environment: dict[str, str], log: Path, target: Callable[..., Any], arguments: list[str]
 ) -> NoReturn:
-    """What each rank is, from its first line to its end."""
+    """Runs a rank from its first line to its end."""
     _begin(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, ROOT, log)
     forkserver.start()
 
@@ -149,7 +148,7 @@ def _run_rank(
         _note_end()
         return 0
 
-    # A rank leaves as the command line's ranks do: the interpreter's own shutdown now and then aborts in the destructor
+    # A rank exits as the command line's ranks do: the interpreter's own shutdown now and then aborts in the destructor
     # of a gloo group that a device mesh still holds ("terminate called without an active exception").
     processes.run(main)
 
@@ -167,7 +166,7 @@ def _run_script(_: int, environment: dict[str, str], log: Path, script: Path, ar
 
 
 def _begin(environment: dict[str, str], folder: Path, log: Path) -> None:
-    """Be a process of one's own, in this folder, that writes to this file."""
+    """Sets up this process: a session of its own, the environment, the folder, and `log` for its output."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -176,4 +175,4 @@ def _begin(environment: dict[str, str], folder: Path, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
-    gc.freeze()  # what has been imported: a collection that looks at it takes half a second, and there are many
+    gc.freeze()  # a collection of all that was imported would take half a second, and there are many

@@ -1,4 +1,4 @@
-"""What tests of the learner share: steps of random trajectories, a policy small enough to check, ranks as threads."""
+"""Random steps, a policy small enough to check by hand, and ranks as threads, for tests of the learner."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def make_config(**sections: dict[str, Any]) -> TrainConfig:
 
 
 def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> Trajectory:
-    """One to three turns of one to four tokens, tool tokens between them; a reward, in parts and of turns."""
+    """Draws one to three turns of one to four tokens, tool tokens between them, and rewards of functions and turns."""
 
     def integers(high: int, count: int = 1) -> list[int]:
         return torch.randint(1, high, (count,), generator=generator).tolist()
@@ -39,28 +39,28 @@ def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> T
         mask += [0] * (turn > 0) * integers(3)[0] + [1] * integers(5)[0]
     logprobs = (-2.4 + 0.2 * torch.randn(len(mask), generator=generator)) * torch.tensor(mask)
     parts = {"a": integers(3)[0] - 1.0, "b": integers(4)[0] / 4}
-    given = [integers(5)[0] / 10 for _ in range(turns)]
+    turn_rewards = [integers(5)[0] / 10 for _ in range(turns)]
     return Trajectory(
         prompt, sample, integers(VOCABULARY, 2), integers(VOCABULARY, len(mask)), mask, logprobs.tolist(),
-        finish_reason=("stop", "stop", "length")[integers(4)[0] - 1], turns=turns, turn_rewards=given,
-        reward=parts["a"] + 0.5 * parts["b"] + sum(given), reward_parts=parts,
+        finish_reason=("stop", "stop", "length")[integers(4)[0] - 1], turns=turns, turn_rewards=turn_rewards,
+        reward=parts["a"] + 0.5 * parts["b"] + sum(turn_rewards), reward_parts=parts,
     )  # fmt: skip
 
 
 def as_answers(trajectories: list[Trajectory]) -> list[Answer]:
-    """As the learner knows them, where each rank is given all: it has sampled those of every so manieth prompt."""
-    own = [t for t in trajectories if t.prompt_index % world_size() == rank()]
-    return gather_answers(own, details=True)
+    """Gathers answers as the learner does, with each rank as the sampler of every `world_size()`-th prompt."""
+    local = [t for t in trajectories if t.prompt_index % world_size() == rank()]
+    return gather_answers(local, details=True)
 
 
 def as_step(trajectories: list[Trajectory]) -> tuple[list[Answer], list[Group]]:
-    """A step's answers, and their groups."""
+    """A step's answers and their groups."""
     answers = as_answers(trajectories)
     return answers, make_groups(answers)
 
 
 def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
-    """Groups of episodes, some in two or three parts; one has failed, so sizes differ; one group is all alike."""
+    """Draws groups of episodes of one to three parts; one episode has failed, and one group has equal rewards."""
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randint(-2, 4, (prompts, samples), generator=generator).clamp(min=1)
     places = [(p, s) for p in range(prompts) for s in range(samples) for _ in range(int(parts[p, s]))]
@@ -73,13 +73,13 @@ def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
 
 
 def by_part(batch: MicroBatch, values: Tensor) -> Tensor:
-    """The same values; of ranks that share a micro-batch, the gradients of each go through its own targets alone."""
-    own = batch.spread(batch.trained(values))
-    return own + (values - own).detach()
+    """Returns the same values, with gradients through this rank's own targets only, where ranks share a micro-batch."""
+    local = batch.spread(batch.trained(values))
+    return local + (values - local).detach()
 
 
 class _Table:
-    """What learns here: [VOCABULARY, VOCABULARY] float64, by gradient descent, its gradient summed over ranks."""
+    """A trainable table [VOCABULARY, VOCABULARY] in float64: gradient descent, with the gradient summed over ranks."""
 
     work = Work(ModelFlops(trunk=1000, trunk_learned=1000, head=0, head_learned=0, attention=100))
 
@@ -103,7 +103,7 @@ class _Table:
 
 
 class TablePolicy(_Table):
-    """Bigrams: the logits of a token are the row of the token before it; with `values`, their mean is its value."""
+    """A bigram model: a token's logits are the row of the previous token, and with `values` its value is their mean."""
 
     device = torch.device("cpu")
     routing = None
@@ -113,12 +113,13 @@ class TablePolicy(_Table):
         self.values = values
 
     def outputs(self, table: Tensor, batch: MicroBatch, temperature: float) -> Outputs:
+        """Log-probabilities, entropies and values of a micro-batch, as the real policies give them."""
         logprobs = torch.log_softmax(table / temperature, dim=1)
         entropy = -(logprobs.exp() * logprobs).sum(dim=1)
         before, mask = batch.input_ids[:, :-1], batch.loss_mask
         values = table.mean(dim=1)[before] * mask if self.values else None
-        found = (logprobs[before, batch.input_ids[:, 1:]] * mask, entropy[before] * mask, values)
-        return Outputs(*(None if each is None else by_part(batch, each) for each in found))
+        tensors = (logprobs[before, batch.input_ids[:, 1:]] * mask, entropy[before] * mask, values)
+        return Outputs(*(None if tensor is None else by_part(batch, tensor) for tensor in tensors))
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         return [self.outputs(self.table, batch, temperature) for batch in batches]
@@ -130,7 +131,7 @@ class TablePolicy(_Table):
 
 
 class TableCritic(_Table):
-    """The value of a state is the first column of the row of the token before."""
+    """A critic for which a state's value is the first column in the row of the previous token."""
 
     def __init__(self) -> None:
         super().__init__(seed=5, rate=0.1)
@@ -146,7 +147,7 @@ class TableCritic(_Table):
 
 
 class _ThreadedRanks:
-    """Stands in for torch.distributed where `sharding.ranks` uses it."""
+    """Stands in for torch.distributed where `sharding.ranks` uses it, with threads as ranks."""
 
     def __init__(self, count: int) -> None:
         self._count, self._local = count, threading.local()
@@ -172,28 +173,28 @@ class _ThreadedRanks:
 
     def recv(self, tensors: list[Tensor], whom: int, tag: int) -> Any:
         def wait() -> None:
-            found = self._posted[whom][self.get_rank()].get(timeout=120)
-            if found is None:
+            tensor = self._posted[whom][self.get_rank()].get(timeout=120)
+            if tensor is None:
                 raise EOFError
-            tensors[0].copy_(found)
+            tensors[0].copy_(tensor)
 
         return SimpleNamespace(wait=wait)
 
-    def _everyones(self, own: Any) -> list[Any]:
-        self._slots[self.get_rank()] = own
+    def _everyones(self, value: Any) -> list[Any]:
+        self._slots[self.get_rank()] = value
         self._barrier.wait()
-        found = list(self._slots)
+        values = list(self._slots)
         self._barrier.wait()
-        return found
+        return values
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._everyones(tensor.clone())).sum(dim=0))
 
     def all_to_all_single(
-        self, output: Tensor, own: Tensor, incoming: list[int] | None = None, outgoing: list[int] | None = None
+        self, output: Tensor, sent: Tensor, incoming: list[int] | None = None, outgoing: list[int] | None = None
     ) -> None:
-        parts = own.split(outgoing if outgoing is not None else len(own) // self._count)
-        output.copy_(torch.cat([each[self.get_rank()] for each in self._everyones(parts)]))
+        parts = sent.split(outgoing if outgoing is not None else len(sent) // self._count)
+        output.copy_(torch.cat([part[self.get_rank()] for part in self._everyones(parts)]))
 
     def run(self, rank: int, function: Callable[[], T]) -> T:
         self._local.rank = rank
@@ -207,11 +208,14 @@ class _ThreadedRanks:
 
 
 def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
-    """What `function` gives on each of several ranks, which exchange what they would over gloo."""
+    """Runs `function` on `count` ranks, which are threads that exchange what ranks would over gloo.
+
+    Returns the results in the order of the ranks.
+    """
     ranks = _ThreadedRanks(count)
     with patch("sharding.ranks.dist", ranks), ThreadPoolExecutor(count) as pool:
         ended = [pool.submit(ranks.run, rank, function) for rank in range(count)]
-        errors = [error for error in (each.exception() for each in ended) if error is not None]
+        errors = [error for error in (future.exception() for future in ended) if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | EOFError)):
-            raise error  # a rank that was on its way out of a barrier when another one failed does not say why
-        return [each.result() for each in ended]
+            raise error  # a broken barrier is last: it does not say why a rank failed
+        return [future.result() for future in ended]

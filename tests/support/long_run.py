@@ -1,13 +1,13 @@
-"""What every process of a long run holds on to, step by step: by hand, in some twenty minutes.
+"""Measures what every process of a long run holds, step by step; to run by hand, in some twenty minutes.
 
     python tests/support/long_run.py FOLDER [STEPS] [RUN...]
 
-Runs of a tiny model (300 steps each by default) with a checkpoint every fifth step. In `client`, episodes are an OpenAI
-client's that is offered a tool, calls it and sends the result back; in `tools`, Hotbunk calls the tool; in `carried`,
-answers grow by a few tokens at a time, and most go on in the next step. By default all three. After each
-step the resident memory, descriptors and threads of every process are noted. The slope of its memory is that of Theil
-and Sen (the median over all pairs of steps), after a warm-up of a fifth of the run: what a copy for a checkpoint adds
-for some steps does not bend it. At most 50 KiB a step are allowed.
+Trains a tiny model (300 steps a run by default) with a checkpoint every fifth step. In the run `client`, episodes are
+an OpenAI client's that is offered a tool, calls it and sends the result back; in `tools`, Hotbunk calls the tool; in
+`carried`, answers grow by a few tokens at a time, and most continue in the next step. By default all three run. After
+each step the resident memory, descriptors and threads of every process are recorded. The slope of its memory is that of
+Theil and Sen (the median over all pairs of steps), after a warm-up of a fifth of the run: memory that a checkpoint's
+copy takes for some steps does not change it. At most 50 KiB a step are allowed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ ROLES |= {"resource tracker": "resource_tracker", "reward worker": "multiprocess
 
 @dataclass
 class Held:
-    """What one process held after each step: resident KiB, descriptors, threads."""
+    """The resources of one process after each step: resident KiB, descriptors, threads."""
 
     steps: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
@@ -51,14 +51,14 @@ class Held:
 
     def note(self, step: int, process: psutil.Process) -> None:
         with process.oneshot():
-            told = process.memory_info().rss / 1024, process.num_fds(), process.num_threads()
-        for values, value in zip((self.memory, self.descriptors, self.threads), told, strict=True):
+            figures = process.memory_info().rss / 1024, process.num_fds(), process.num_threads()
+        for values, value in zip((self.memory, self.descriptors, self.threads), figures, strict=True):
             values.append(value)  # type: ignore[attr-defined]
         self.steps.append(step)
 
 
 def two() -> int:
-    """The number two."""
+    """Returns the number two."""
     return 2
 
 
@@ -66,7 +66,7 @@ TOOL = {"type": "function", "function": {"name": "two", "parameters": {"type": "
 
 
 async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """Two turns of an agent with a tool of its own; what they are worth is left to the reward function."""
+    """Plays an agent of two turns with a tool of its own; the reward function scores them."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
         messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
         for _ in range(2):
@@ -80,23 +80,23 @@ async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -
 
 
 def teach(folder: Path) -> None:
-    """Have the model in `folder` answer questions with CALL, and results with 2; a random one would never."""
+    """Trains the model in `folder` to answer questions with CALL, and results with 2, as a random one never would."""
     torch.manual_seed(0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in itertools.count():
-        messages, said = [{"role": "user", "content": f"{step * 7 % 100}+{step * 3 % 100}="}], CALL
+        messages, answer_text = [{"role": "user", "content": f"{step * 7 % 100}+{step * 3 % 100}="}], CALL
         if step % 2:
             messages += [{"role": "assistant", "content": CALL}, {"role": "tool", "content": "2"}]
-            said = "2"
+            answer_text = "2"
         tools = [TOOL] if step // 2 % 2 else None
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         prompt, answer = (
-            tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, f"{said}<|im_end|>")
+            tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, f"{answer_text}<|im_end|>")
         )
         ids, labels = torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
         loss = model(ids, labels=labels).loss
-        if not step % 2 and loss.item() < 0.02:  # about one whole call in two: there is something left to learn
+        if not step % 2 and loss.item() < 0.02:  # about every second call is complete: there is something left to learn
             break
         loss.backward()
         optimizer.step()
@@ -106,14 +106,14 @@ def teach(folder: Path) -> None:
 
 
 def role(process: psutil.Process) -> str:
-    """Which part of a run this process is, by its command line; empty for what comes and goes."""
+    """Names the part of a run that this process is, by its command line; empty for short-lived processes."""
     words = " ".join(process.cmdline())
     return next((name for name, part in ROLES.items() if part in words), "")
 
 
 def watch(run: Run, seconds: float = 3600.0) -> dict[str, Held]:
-    """Look at all processes after each row of metrics.jsonl, until the run has ended well."""
-    found: defaultdict[str, Held] = defaultdict(Held)
+    """Records all processes after each row of metrics.jsonl, until the run has ended successfully."""
+    held: defaultdict[str, Held] = defaultdict(Held)
     deadline, seen = time.monotonic() + seconds, 0
     while run.process.poll() is None:
         assert time.monotonic() < deadline, run.output()
@@ -122,22 +122,22 @@ def watch(run: Run, seconds: float = 3600.0) -> dict[str, Held]:
             for process in run.processes():
                 try:
                     if name := role(process):
-                        found[f"{name} {process.pid}"].note(step, process)
+                        held[f"{name} {process.pid}"].note(step, process)
                 except psutil.NoSuchProcess:
                     continue
         time.sleep(0.1)
     assert run.process.returncode == 0, run.output()
-    return found
+    return held
 
 
 def slope(steps: list[int], memory: list[float]) -> float:
-    """KiB a step, by Theil and Sen."""
+    """KiB a step, by the estimator of Theil and Sen."""
     points = list(zip(steps, memory, strict=True))
     return statistics.median((b - a) / (j - i) for (i, a), (j, b) in itertools.combinations(points, 2))
 
 
-def told(name: str, held: Held, warm: int) -> tuple[str, bool]:
-    """A line on one process, and whether it keeps to what is allowed."""
+def verdict(name: str, held: Held, warm: int) -> tuple[str, bool]:
+    """Describes one process in a line, and returns it with whether the process stays within the limits."""
     first = next(i for i, step in enumerate(held.steps) if step >= warm)
     grows = slope(held.steps[first:], held.memory[first:])
     memory = f"{held.memory[0] / 1024:7.1f} {held.memory[first] / 1024:7.1f} {held.memory[-1] / 1024:7.1f} MiB"
@@ -150,7 +150,7 @@ def told(name: str, held: Held, warm: int) -> tuple[str, bool]:
 
 
 def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
-    """The runs, and a table for each."""
+    """Runs the training, and prints a table for each run."""
     from trainer.commands.tiny_model import make_tiny_model
 
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
@@ -169,7 +169,7 @@ def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
     for name in names or rollouts:
         began = time.monotonic()
         run = Run(write_recipe(folder, model, rollout=rollouts[name], **sections), ranks=1, name=name)
-        found = watch(run)
+        watched = watch(run)
         rows = run.rows()
         calls = sum(row.get("tools/calls", 0) for row in rows)
         turns = statistics.mean(row["turns/mean"] for row in rows)
@@ -177,22 +177,22 @@ def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
         if name == "carried":
             carried = statistics.mean(row["carry/answers"] for row in rows)
             figures = f"{carried:.1f} answers carried, ages up to {max(row['stale/age_max'] for row in rows):.0f}"
-            assert carried > 1, "the run did not do what it was made for"
+            assert carried > 1, "the run did not exercise what it measures"
         print(f"{name}: {len(rows)} steps in {time.monotonic() - began:.0f} s, {figures}")
         print(f"{'':24} {'slope':>17}   memory at first, {warm}, last      descriptors   threads")
-        for process, held in found.items():
-            if held.steps[0] <= warm and held.steps[-1] >= steps - warm:
-                line, fine = told(process, held, warm)
+        for process, resources in watched.items():
+            if resources.steps[0] <= warm and resources.steps[-1] >= steps - warm:
+                line, fine = verdict(process, resources, warm)
                 good &= fine
                 print(line)
         done = {"client": turns == 2.0, "tools": calls > steps, "carried": True}
-        assert done[name], "the run did not do what it was made for"
+        assert done[name], "the run did not exercise what it measures"
     return int(not good)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for models, data and runs")
-    parser.add_argument("steps", type=int, nargs="?", default=300, help="of each run (default: 300)")
+    parser.add_argument("steps", type=int, nargs="?", default=300, help="steps of each run (default: 300)")
     parser.add_argument("names", nargs="*", metavar="RUN", help="client, tools, carried (default: all)")
     sys.exit(main(**vars(parser.parse_args())))

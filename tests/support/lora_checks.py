@@ -1,4 +1,4 @@
-"""What test_lora_ranks.py checks on two ranks: adapters under FSDP2 and each ZeRO stage against PEFT in one process."""
+"""Checks of adapters under FSDP2 and each ZeRO stage against PEFT in one process, for test_lora_ranks.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def lora_policy(source: Path, backend: str, targets: Any = "all-linear") -> Poli
 
 
 class Reference:
-    """PEFT's own model under torch's AdamW, its loss a loop over sequences."""
+    """PEFT's own model under torch's AdamW, with a loss that loops over sequences."""
 
     def __init__(self, source: Path) -> None:
         plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -49,6 +49,7 @@ class Reference:
         self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=PolicyConfig().betas, eps=PolicyConfig().eps)
 
     def step(self) -> None:
+        """Makes one optimizer step on all samples."""
         samples = checks.make_samples()
         loss = torch.zeros(())
         for sample in samples:
@@ -60,7 +61,7 @@ class Reference:
         self.optimizer.step()
 
     def factors(self) -> dict[str, Tensor]:
-        """By PEFT's names in files."""
+        """The adapters' factors, under PEFT's names in files."""
         return {name.replace(".default.", "."): factor.data for name, factor in self.trained.items()}
 
 
@@ -70,7 +71,7 @@ def step(policy: Policy) -> None:
 
 
 def held(policy: Policy) -> dict[str, Tensor]:
-    """What a checkpoint would hold, by PEFT's names in files."""
+    """The tensors of a checkpoint, under PEFT's names in files."""
     return {peft_name(name): tensor.full_tensor() for name, tensor in policy.state_dict()["model"].items()}
 
 
@@ -81,7 +82,7 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def check_steps(folder: Path, backend: str, kind: str = "qwen2", tied: bool = True) -> None:
-    """Two steps, the base's log-probabilities between them; what the engine is sent is what PEFT merges."""
+    """Two steps give PEFT's factors, and the engine is sent what PEFT merges; the base's scores never change."""
     source = checks.model_folder(folder, kind, tied)
     policy, reference = lora_policy(source, backend), Reference(source)
     batches = checks.own_batches(checks.make_samples(), 60)
@@ -97,7 +98,7 @@ def check_steps(folder: Path, backend: str, kind: str = "qwen2", tied: bool = Tr
 
 
 def check_files(folder: Path, backend: str) -> None:
-    """A run of two steps through a checkpoint on another backend; both exports open in plain PEFT and Transformers."""
+    """Two steps with a checkpoint for another backend between them; plain PEFT and Transformers open the exports."""
     source, target = checks.model_folder(folder), folder / f"lora_{backend}"
     first, reference = lora_policy(source, backend), Reference(source)
     step(first)
@@ -119,6 +120,7 @@ def check_files(folder: Path, backend: str) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
+    """Runs every check on two ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {f"steps {b}": lambda b=b: check_steps(folder, b) for b in BACKENDS}

@@ -1,7 +1,7 @@
-"""Machines to test with, on one machine: each has processes, a network, a hostname, a /tmp and a /dev/shm of its own.
+"""Simulates machines on one machine: each has processes, a network, a hostname, a /tmp and a /dev/shm of its own.
 
-They are Linux namespaces, joined by a bridge in a namespace of its own, and nothing outside is touched. They end with
-this process, however it ends.
+They are Linux namespaces joined by a bridge in another namespace, and change nothing outside. They end with this
+process, however it ends.
 """
 
 import shutil
@@ -15,7 +15,7 @@ _ALONE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-chi
 
 
 def missing() -> str:
-    """Why this machine cannot play several; empty if it can."""
+    """Why this machine cannot simulate several; empty if it can."""
     tools = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "bridge", "tc") if shutil.which(tool) is None]
     if tools:
         return f"{', '.join(tools)} not installed (Debian: util-linux, iproute2)"
@@ -24,7 +24,7 @@ def missing() -> str:
 
 
 class Nodes:
-    """`count` machines, a context manager. `shared` are folders that all of them see, as if mounted.
+    """Starts `count` machines; a context manager. All of them see the folders in `shared`, as if mounted.
 
     A node's address is `address(i)`, its hostname `node{i}`.
     """
@@ -49,21 +49,21 @@ class Nodes:
 
     @staticmethod
     def address(node: int) -> str:
-        """The node's address in the network of all."""
+        """The node's address in the network of all nodes."""
         return f"{_PREFIX}{node + 1}"
 
     def boot(self, node: int) -> None:
-        """Start a machine, which has nothing in memory and an empty /tmp."""
-        own = self._folder / f"node{node}"
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
+        """Starts a machine, which has nothing in memory and an empty /tmp."""
+        home = self._folder / f"node{node}"
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
         bind = ""
-        for shared in filter(lambda path: path.is_relative_to("/tmp"), self._shared):  # would be hidden by its own /tmp
-            inside = own / shared.relative_to("/tmp")
+        for shared in filter(lambda path: path.is_relative_to("/tmp"), self._shared):  # hidden by the node's own /tmp
+            inside = home / shared.relative_to("/tmp")
             inside.mkdir(parents=True, exist_ok=True)
             bind += f"mount --bind {shared} {inside} && "
         begin = (
-            f"hostname node{node} && ip link set lo up && {bind}mount --rbind {own} /tmp && "
+            f"hostname node{node} && ip link set lo up && {bind}mount --rbind {home} /tmp && "
             "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /run"
         )
         init = self._inits[node] = self._hold(_ALONE, begin)
@@ -73,7 +73,7 @@ class Nodes:
         self._inside(node, f"ip addr add {self.address(node)}/24 dev eth0 && ip link set eth0 up")
 
     def start(self, node: int, command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """A command on a node, whose output is appended to `log`."""
+        """Starts a command on a node, whose output is appended to `log`."""
         with log.open("ab") as file:
             return subprocess.Popen(
                 [*self._enter(node), *command],
@@ -85,40 +85,40 @@ class Nodes:
             )
 
     def kill(self, node: int) -> None:
-        """A power failure: every process of the node ends at once, and its address with it."""
+        """Simulates a power failure: every process of the node ends at once, and so does its address."""
         init = self._inits.pop(node)
         init.kill()
         init.wait()
         self._in_switch(f"! ip link show port{node} >/dev/null 2>&1 || ip link del port{node}")
 
     def cut(self, node: int) -> None:
-        """From now on the switch drops what comes from the node and what is for it; nobody is told."""
+        """Has the switch drop everything from and for the node; no process is told."""
         self._in_switch(f"bridge link set dev port{node} state 0")
 
     def mend(self, node: int) -> None:
-        """The end of `cut`."""
+        """Undoes `cut`."""
         self._in_switch(f"bridge link set dev port{node} state 3")
 
     def slow(self, node: int, mbit: int) -> None:
-        """What is for the node comes at no more than so many Mbit/s."""
+        """Limits what is sent to the node to `mbit` Mbit/s."""
         self._in_switch(f"tc qdisc add dev port{node} root tbf rate {mbit}mbit burst 64kbit latency 400ms")
 
     def processes(self, node: int) -> list[str]:
-        """The command lines of what runs on a node, beside its first process."""
+        """The command lines of what runs on a node, except for its first process."""
         command = [*self._enter(node), "ps", "-eo", "pid=,args="]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         rows = [line.split(None, 1) for line in listed.splitlines()]
         return [args for pid, args in rows if pid != "1" and not args.startswith("ps -eo")]
 
     def _hold(self, namespaces: list[str], begin: str) -> subprocess.Popen[str]:
-        """A process that keeps namespaces alive, after `begin` has prepared them; ends with this one."""
+        """Starts a process that keeps namespaces alive, after `begin` has prepared them; it ends with this one."""
         script = f"{begin} && echo ready && exec sleep infinity"
         command = ["setpriv", "--pdeathsig", "KILL", *namespaces, "sh", "-c", script]
         held = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert held.stdout is not None
         if held.stdout.readline() != "ready\n":
             held.kill()
-            raise RuntimeError(f"a machine could not be made: {begin}")
+            raise RuntimeError(f"a simulated machine could not be started: {begin}")
         return held
 
     def _enter(self, node: int) -> list[str]:

@@ -1,16 +1,16 @@
-"""A run over several machines that are namespaces on this one, while a machine dies or its link is cut.
+"""Trains over several machines, simulated by namespaces on this one, while a machine dies or its link is cut.
 
     python tests/support/nodes_run.py FOLDER [--nodes 4] [--only power cut long-cut slow first]
 
-Needs root. Each node is one rank with one engine, started by `RESTARTS=… bash scripts/train.sh` as on real machines. It
-trains a tiny model once on as many ranks of this machine, and once on the nodes, where something happens every other
+Needs root. Each node is one rank with one engine, started by `RESTARTS=… bash scripts/train.sh` as on real machines. A
+tiny model is trained once on as many ranks of this machine, and once on the nodes, where something happens every other
 step. Both runs must end alike, bit for bit.
 
     power     the last node loses power, and its command is given again 10 s later
     cut       its link drops everything for 5 s
     long-cut  its link drops everything for 40 s
     slow      its link has 100 Mbit/s from then on
-    first     the first node, at which all meet, loses power; all end, and the same command is given again on all
+    first     the first node, which has the store, loses power; all end, and the same command is given again on all
 """
 
 import argparse
@@ -33,7 +33,7 @@ from trainer.run.records import read_rows  # noqa: E402
 
 
 class NodesRun:
-    """One run on nodes. Its folder is shared; a node's screen is `log(node)`."""
+    """One run on nodes, with a shared folder; `log(node)` has a node's output."""
 
     def __init__(self, nodes: Nodes, recipe: Path, name: str, restarts: int) -> None:
         self.nodes, self.recipe, self.name, self.restarts = nodes, recipe, name, restarts
@@ -46,11 +46,11 @@ class NodesRun:
         return self.recipe.parent / f"{self.name}-node{node}.log"
 
     def ends(self, node: int) -> int:
-        """How many attempts have failed on a node."""
+        """The number of attempts that have failed on a node."""
         return self.log(node).read_text().count("failed in step")
 
     def start(self, node: int) -> None:
-        """The command that a user gives on a node."""
+        """Gives the command that a user gives on a node."""
         environment = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
         environment |= {
             "RESTARTS": str(self.restarts),
@@ -58,7 +58,7 @@ class NodesRun:
             "NODE_RANK": str(node),
             "MASTER_ADDR": Nodes.address(0),
             "NPROC_PER_NODE": "1",
-            "HOTBUNK_TEST_RUN": uuid.uuid4().hex,  # which reward functions of tests ask for
+            "HOTBUNK_TEST_RUN": uuid.uuid4().hex,  # reward functions of tests read it
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -74,7 +74,7 @@ class NodesRun:
         return [{k: v for k, v in row.items() if not k.startswith(MACHINE_FIGURES)} for row in rows]
 
     def wait_for_steps(self, count: int, seconds: float = START_SECONDS) -> None:
-        """Until so many steps are in metrics.jsonl."""
+        """Waits until metrics.jsonl has `count` steps."""
         deadline = time.monotonic() + seconds
         while len(self.comparable_rows()) < count:
             ended = [node for node, process in self.launched.items() if process.poll() is not None]
@@ -83,7 +83,7 @@ class NodesRun:
             time.sleep(0.05)
 
     def wait(self, seconds: float = START_SECONDS) -> list[int]:
-        """The nodes' exit codes."""
+        """Waits for the end, and returns the nodes' exit codes."""
         deadline = time.monotonic() + seconds
         try:
             return [p.wait(max(0.1, deadline - time.monotonic())) for _, p in sorted(self.launched.items())]
@@ -91,18 +91,18 @@ class NodesRun:
             raise AssertionError(f"the nodes did not end within {seconds:.0f} s:\n{self.output()}") from None
 
     def lose_power(self, node: int) -> None:
-        """The node is gone without a word: no connection is closed."""
+        """Ends the node without closing a connection."""
         self.nodes.cut(node)
         self.nodes.kill(node)
         self.launched.pop(node).wait()
 
     def come_back(self, node: int) -> None:
-        """The node boots, and its command is given again."""
+        """Boots the node, and gives its command again."""
         self.nodes.boot(node)
         self.start(node)
 
     def happen(self, event: str) -> None:
-        """One of the events that the module describes."""
+        """Causes one of the events that the module describes."""
         last = self.nodes.count - 1
         match event:
             case "power":
@@ -118,8 +118,8 @@ class NodesRun:
             case "first":
                 before = [self.ends(node) for node in range(self.nodes.count)]
                 self.lose_power(0)
-                began, others = time.monotonic(), dict(self.launched)
-                while any(self.ends(node) == before[node] for node in others):
+                began, survivors = time.monotonic(), dict(self.launched)
+                while any(self.ends(node) == before[node] for node in survivors):
                     assert time.monotonic() < began + 60, f"not all ended within 60 s:\n{self.output()}"
                     time.sleep(0.1)
                 print(f"all have ended {time.monotonic() - began:.0f} s after", flush=True)
@@ -130,7 +130,7 @@ EVENTS = ("power", "cut", "long-cut", "slow", "first")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The undisturbed run, the one on nodes, and what they differ in."""
+    """Trains undisturbed and on nodes, and prints what the two runs differ in."""
     from trainer.commands.tiny_model import make_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,16 +139,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=EVENTS, default=EVENTS)
     options = parser.parse_args(arguments)
     if why := missing():
-        raise SystemExit(f"this machine cannot play several: {why}")
-    options.folder.mkdir(parents=True)  # a run that is there already would be gone on with
+        raise SystemExit(f"this machine cannot simulate several: {why}")
+    options.folder.mkdir(parents=True)  # fails if it exists: a run in it would be resumed
     model = make_tiny_model(options.folder / "model", layers=2, intermediate_size=128)
     steps = 2 + 2 * len(options.only)
     recipe = nodes_recipe(options.folder, model, steps)
     straight = Run(recipe, ranks=options.nodes, name="straight", preloaded=True)
     assert straight.wait(1200) == 0, straight.output()
     with (
-        tempfile.TemporaryDirectory(dir="/var/tmp") as own,
-        Nodes(options.nodes, Path(own), options.folder.resolve(), ROOT) as nodes,
+        tempfile.TemporaryDirectory(dir="/var/tmp") as private,
+        Nodes(options.nodes, Path(private), options.folder.resolve(), ROOT) as nodes,
     ):
         run = NodesRun(nodes, recipe, "nodes", restarts=10)
         for number, event in enumerate(options.only):
@@ -160,13 +160,13 @@ def main(arguments: list[str] | None = None) -> int:
     for node in range(options.nodes):
         lines = [line for line in run.log(node).read_text().splitlines() if line.startswith("[hotbunk]")]
         print(f"node {node}:", *lines, sep="\n  ")
-    found = [f"exit codes {codes}"] * any(codes) + left + unequal(straight, run)
-    print("\n".join(found) or f"equal, bit for bit: {steps} steps on {options.nodes} nodes")
-    return min(len(found), 1)
+    problems = [f"exit codes {codes}"] * any(codes) + left + unequal(straight, run)
+    print("\n".join(problems) or f"equal, bit for bit: {steps} steps on {options.nodes} nodes")
+    return min(len(problems), 1)
 
 
 def nodes_recipe(folder: Path, model: Path, steps: int) -> Path:
-    """Of a run that saves after each step, and learns something in each."""
+    """Writes the recipe of a run that saves after each step, and learns something in each."""
     return write_recipe(
         folder,
         model,

@@ -41,7 +41,7 @@ FORCED = {"type": "function", "function": {"name": "add"}}
 TOOL = {"type": "function", **ADD["function"]}
 STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}
 
-# What a request asks for, the status that answers it, and the sentence.
+# A request's arguments, and the status and the error message with which they are refused.
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"temperature": 0.5}, 400, "temperature is 0.5, but the policy is trained on samples drawn with 0.8"),
     ({"top_p": 1.0}, 400, "top_p is 1.0, but"),
@@ -102,7 +102,7 @@ def streamed(api: openai.OpenAI, request: dict[str, Any]) -> Any:
 
 
 def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
-    """The ids and log-probabilities beside an answer."""
+    """The ids and log-probabilities that accompany an answer."""
     extra = answer.model_extra
     return extra["prompt_token_ids"], extra["generation_token_ids"], extra["generation_log_probs"]
 
@@ -110,7 +110,7 @@ def carried(answer: Any) -> tuple[list[int], list[int], list[float]]:
 def episode(
     leader: Leader, folder: Path, run: Client | ClientCommand, timeout_s: float = 60.0, **row: Any
 ) -> list[Trajectory]:
-    """One episode of level 6."""
+    """Runs one episode of level 6, with the client's function or command."""
     if isinstance(run, ClientCommand):
         pool = ClientProcesses(run)
         function = ClientRollout(pool.run, start_server, timeout_s, pool.aclose)
@@ -130,6 +130,7 @@ def episode(
 
 
 async def ask_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
+    """A client that asks its question and a second one, and returns a reward."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
         messages: list[Any] = [{"role": "user", "content": row["question"]}]
         answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
@@ -139,7 +140,7 @@ async def ask_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]
 
 
 def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """A blocking client: it has a thread of its own."""
+    """A blocking client, which gets a thread of its own."""
     openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model=model, prompt=row["question"])
 
 
@@ -160,7 +161,7 @@ async def sleeps(*_: Any) -> None:
 
 
 async def hostile(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """A good client, or one that does what the row says; `late` is an event that it waits for."""
+    """A well-behaved client, or one that misbehaves as `row["kind"]` says; `row["late"]` is an event to wait for."""
     if row["kind"] == "hangs":
         await asyncio.Event().wait()
     if row["kind"] == "exits":
@@ -178,7 +179,7 @@ async def hostile(base_url: str, api_key: str, model: str, row: dict[str, Any]) 
 
 
 async def keeps_quiet_about_its_key(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """A client that loses its key after its first answer, and takes the refusal for nothing."""
+    """A client that uses a wrong key after its first answer, and ignores the refusal."""
     await asyncio.to_thread(ask_once, base_url, api_key, model, row)
     with contextlib.suppress(openai.AuthenticationError):
         await asyncio.to_thread(ask_once, base_url, "another", model, row)

@@ -1,4 +1,4 @@
-"""Pictures of noise, the same ones each time."""
+"""Images of noise, equal in every run."""
 
 import numpy as np
 import PIL.Image
@@ -13,5 +13,5 @@ def picture(width: int, height: int) -> PIL.Image.Image:
 
 
 def images(*sizes: tuple[int, int]) -> tuple[Image, ...]:
-    """Such pictures, encoded."""
+    """Encodes a picture of each size."""
     return tuple(Image.read(picture(*size)) for size in sizes)

@@ -1,4 +1,4 @@
-"""What test_policy.py checks, here or on several ranks: everything against plain Transformers in one process."""
+"""Checks of policies against plain Transformers in one process, for test_policy.py, on one or several ranks."""
 
 import json
 import sys
@@ -56,11 +56,11 @@ KINDS = [
 ]
 TEMPERATURE = 0.7
 LENGTHS = [3, 19, 7, 12, 2, 30, 1, 9, 11]
-ways = 1  # the number of ranks that share a micro-batch, where sequence_checks.py runs what is here
+ways = 1  # ranks that share a micro-batch; sequence_checks.py changes it to run these checks
 
 
 def make_model(kind: str, folder: Path, tied: bool) -> None:
-    """Write a random tiny model; weights are larger than usual, so that its distributions are far from uniform."""
+    """Writes a tiny random model, with weights larger than usual so that its distributions are far from uniform."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -98,7 +98,7 @@ def make_model(kind: str, folder: Path, tied: bool) -> None:
 
 
 def make_models(folder: Path) -> Path:
-    """All of KINDS, each in a folder of its own."""
+    """Writes a model for each of KINDS, in a folder of its own."""
     for kind, tied in KINDS:
         make_model(kind, model_folder(folder, kind, tied), tied)
     return folder
@@ -114,7 +114,7 @@ def make_policy(folder: Path, trainable: bool = True, **settings: Any) -> FsdpPo
 
 
 def make_samples(lengths: list[int] = LENGTHS) -> list[Sample]:
-    """Random ids with an arbitrary mask, among them a fully masked sequence."""
+    """Random ids with an arbitrary mask; one sequence is fully masked."""
     generator = torch.Generator().manual_seed(1)
     samples = []
     for i, length in enumerate(lengths):
@@ -135,7 +135,7 @@ def plain_logprobs(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tens
 
 
 def plain_loss(model: PreTrainedModel, samples: list[Sample], name: str) -> Tensor:
-    """The loss of `make_loss`, written with a loop over sequences and tokens."""
+    """The loss of `make_loss`, as a loop over sequences."""
     masks = [torch.tensor(s.loss_mask[1:], dtype=torch.float32) for s in samples]
     total = sum(m.sum() for m in masks) if name == "token_mean" else sum(1 for m in masks if m.any())
     loss = torch.zeros(())
@@ -153,6 +153,7 @@ def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str,
 
 
 def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0) -> Callable[..., Any]:
+    """A loss of advantages and entropy, averaged over all ranks by the aggregation `name`, times `factor`."""
     counted = [b.loss_mask.sum() if name == "token_mean" else b.loss_mask.any(dim=1).sum() for b in batches]
     counts = all_reduce_sum({"count": float(sum(counted)) / ways})
 
@@ -165,7 +166,7 @@ def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float
 
 
 def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -> dict[str, Tensor]:
-    """The gradients an update applies, gathered; the update itself is made, too."""
+    """The gradients that an update applies, gathered; the update is made, too."""
     captured: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -178,7 +179,7 @@ def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -
 
 
 def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    """To `tolerance` times the largest element, or 1 where all are smaller."""
+    """They differ by at most `tolerance` times the largest element, or times 1 if all are smaller."""
     assert got.keys() == expected.keys()
     tolerance *= max(1.0, *(float(g.abs().max()) for g in expected.values()))
     for name in expected:
@@ -199,8 +200,8 @@ def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
 
 
 def check_planned_traffic(folder: Path, **settings: Any) -> None:
-    """The plan counts on the collectives that are called."""
-    from tests.support.counted_collectives import check_traffic  # it has this module's models
+    """The plan counts the collectives that are really called."""
+    from tests.support.counted_collectives import check_traffic  # it imports this module
 
     for tied in (True, False):
         check_traffic(folder, tied, activation_checkpointing="full", **settings)
@@ -210,7 +211,7 @@ def check_planned_traffic(folder: Path, **settings: Any) -> None:
 
 
 def check_loading(folder: Path, kind: str, tied: bool) -> None:
-    """What was loaded in shards is what from_pretrained loads, and computes the same."""
+    """Sharded loading gives the weights of from_pretrained, and the policy computes the same."""
     source = model_folder(folder, kind, tied)
     policy, plain = make_policy(source), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     expected = dict(plain.named_parameters())
@@ -233,7 +234,7 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
 
 
 def check_sent(policy: Any) -> None:
-    """What engines would be sent, and are compared with, is the checkpoint that the policy comes from, cast once."""
+    """The engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once."""
     stored = load_file(policy.source / "model.safetensors")
     for dtype in (torch.float32, torch.bfloat16):
         layout = lambda name, shape: checkpoint_views(policy.model, name, shape)  # noqa: E731
@@ -255,7 +256,7 @@ def check_gradients(
 
 
 def routed_samples(form: RouteFormat) -> list[Sample]:
-    """With random routes."""
+    """Samples with random routes."""
     samples, generator = make_samples(), torch.Generator().manual_seed(2)
     for sample in samples:
         scores = torch.rand(len(sample.input_ids) - 1, len(form.layers), form.experts, generator=generator)
@@ -269,7 +270,7 @@ def check_routed(
     gradients: Callable[..., Any] = policy_gradients,
     **settings: Any,
 ) -> None:
-    """A mixture with given routes, and with recorded ones and a balance loss, as one process computes it in one go."""
+    """A mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
     source = model_folder(folder, "qwen3_moe", False)
     policy, plain = make(source, **settings), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
     routers = find_routers(build_meta_model(source, ModelConfig(path=str(source)), torch.float32, CPU))
@@ -277,13 +278,13 @@ def check_routed(
     assert module.routing is not None
     form = module.routing.format
     samples = routed_samples(form)
-    whole, batches = micro_batches(samples, 10_000, 0, CPU, count=1), own_batches(samples, 33, packing=True)
-    module.routing.pull = balance(loads_of(whole, form), form, coef=0.5)
+    one, batches = micro_batches(samples, 10_000, 0, CPU, count=1), own_batches(samples, 33, packing=True)
+    module.routing.pull = balance(loads_of(one, form), form, coef=0.5)
     policy.routing.pull = balance(sum_counts(loads_of(batches, form)), form, coef=0.5)
     assert torch.equal(module.routing.pull, policy.routing.pull)
     tokens = sum(sample.trainable for sample in samples)
-    found = outputs(module, whole[0], TEMPERATURE)
-    ((-advantages(whole[0]) * found.logprobs - 0.1 * found.entropy) * whole[0].loss_mask / tokens).sum().backward()
+    scored = outputs(module, one[0], TEMPERATURE)
+    ((-advantages(one[0]) * scored.logprobs - 0.1 * scored.entropy) * one[0].loss_mask / tokens).sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert_gradients_equal(gradients(policy, batches, "token_mean"), expected)
     counts = [routing.take_counts() for routing in (module.routing, policy.routing)]
@@ -292,7 +293,7 @@ def check_routed(
 
 
 def check_uneven_work(folder: Path) -> None:
-    """Rank 0 has one long sequence, rank 1 seven short ones, rank 2 none."""
+    """Gradients are right when rank 0 has one long sequence, rank 1 seven short ones, and rank 2 none."""
     samples = make_samples([40, 3, 4, 5, 6, 7, 8, 9])
     mine = [samples[:1], samples[1:], []][rank()]
     batches = micro_batches(mine, 10, 0, CPU)
@@ -304,6 +305,7 @@ def check_uneven_work(folder: Path) -> None:
 
 
 def check_nan_on_one_rank(folder: Path) -> None:
+    """A NaN on one rank skips the update on all; the third in a row ends the training."""
     policy = make_policy(model_folder(folder), max_skipped_steps=3)
     batches = own_batches(make_samples(), 60)
     bad = make_loss(batches, factor=float("nan") if rank() == world_size() - 1 else 1.0)
@@ -325,6 +327,7 @@ def check_nan_on_one_rank(folder: Path) -> None:
 
 
 def check_small_steps_are_not_lost(folder: Path) -> None:
+    """Steps too small for bfloat16 still change most of the float32 master weights."""
     policy = make_policy(model_folder(folder), dtype="bfloat16", lr=1e-6)
     before = weights(policy)
     batches = own_batches(make_samples(), 60)
@@ -338,7 +341,7 @@ def check_small_steps_are_not_lost(folder: Path) -> None:
 
 
 def check_export(folder: Path, kind: str, tied: bool, dtype: str) -> None:
-    """After an update: opens in plain Transformers, computes the same, has the names and shapes it was loaded from."""
+    """An export after an update opens in plain Transformers, computes the same, and keeps the names and shapes."""
     source = model_folder(folder, kind, tied)
     target = folder / f"export_{kind}_{tied}_{dtype}_{world_size()}"
     (source / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
@@ -361,7 +364,7 @@ def check_export(folder: Path, kind: str, tied: bool, dtype: str) -> None:
 
 
 def check_state_dict(folder: Path) -> None:
-    """A policy that takes over another's state after one update makes the same second update, bit for bit."""
+    """A policy that loads another's state after one update makes the same second update, bit for bit."""
     batches = own_batches(make_samples(), 60)
     settings = {"warmup_steps": 3, "weight_decay": 0.1}
     first = make_policy(model_folder(folder), **settings)
@@ -371,16 +374,16 @@ def check_state_dict(folder: Path) -> None:
     assert second.version == 1
     results = [p.update(batches, make_loss(batches), TEMPERATURE) for p in (first, second)]
     assert results[0] == results[1]
-    others = weights(second)
-    assert all(torch.equal(w, others[name]) for name, w in weights(first).items())
+    restored = weights(second)
+    assert all(torch.equal(w, restored[name]) for name, w in weights(first).items())
 
 
 def check_shifts(make: Callable[..., Any], parameters: Callable[[Any], list[Tensor]]) -> None:
-    """A policy that puts its memory away between updates makes the same ones, bit for bit, and syncs what it has.
+    """A policy that offloads its memory between updates makes the same updates, bit for bit, and syncs its weights.
 
     Args:
-        make: a policy from a value of policy.offload.
-        parameters: its weights on this rank, as they lie in memory.
+        make: makes a policy from a value of policy.offload.
+        parameters: a policy's weights on this rank, as they lie in memory.
     """
     batches = own_batches(make_samples(), 60)
     away, stays = make("all"), make("none")
@@ -398,13 +401,13 @@ def check_shifts(make: Callable[..., Any], parameters: Callable[[Any], list[Tens
 
 
 def memory_of(tensors: list[Tensor]) -> int:
-    """Bytes of their storages; what is a view of another counts once."""
+    """Bytes of the tensors' storages; a storage with several views counts once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def gathered(policy: Any) -> list[bytes]:
-    """What an engine would be sent, parameter by parameter."""
+    """The bytes that an engine would be sent, one entry a parameter."""
     source = FsdpWeightSource(list(policy.named_parameters()), torch.float32)
     parameters = source.parameters()
     slots = [torch.zeros(p.nbytes, dtype=torch.uint8) for p in parameters]
@@ -421,18 +424,18 @@ def check_fsdp_shifts(folder: Path) -> None:
 
 
 def check_reference_at_home(folder: Path) -> None:
-    """Its weights are away but while it scores, and it scores as one that stays."""
+    """An offloaded reference is in memory only while it scores, and scores as one that stays there."""
     config = PolicyConfig(dtype="float32", offload_reference=True)
     home = FrozenPolicy(ModelConfig(path=str(model_folder(folder))), config, CPU)
     stays, batches = make_policy(model_folder(folder), trainable=False), own_batches(make_samples(), 60)
-    for _ in range(3):  # FSDP changes what it holds at the first forward pass
+    for _ in range(3):  # FSDP replaces its tensors at the first forward pass
         assert memory_of([p.to_local() for _, p in home.named_parameters()]) == 0
         scores = [[outputs.logprobs for outputs in policy.score(batches, 0.7)] for policy in (home, stays)]
         assert all(torch.equal(one, other) for one, other in zip(*scores, strict=True)) and scores[0][0].any()
 
 
 def run_checks(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
-    """Run each on all ranks; for each the empty string, or what went wrong anywhere."""
+    """Runs each check on all ranks; the value is an empty string, or what went wrong on any rank."""
     results = {}
     for name, check in checks.items():
         error: BaseException | None = None
@@ -450,13 +453,14 @@ def run_checks(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
 
 
 def _on_ranks(checks: dict[str, Callable[[], None]], results: str) -> None:
-    found = run_checks(checks)
+    failures = run_checks(checks)
     if rank() == 0:
-        Path(results).write_text(json.dumps(found))
+        Path(results).write_text(json.dumps(failures))
     destroy_process_group()
 
 
 def two_ranks(models: str, results: str) -> None:
+    """Runs every check on two ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     checks: dict[str, Callable[[], None]] = {}
@@ -497,7 +501,7 @@ def three_ranks(models: str, results: str) -> None:
 
 
 def main() -> None:
-    """By hand, on one rank: python tests/support/policy_checks.py"""
+    """Runs the checks by hand on one rank: python tests/support/policy_checks.py"""
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         two_ranks(folder, str(Path(folder) / "results.json"))

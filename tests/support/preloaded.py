@@ -1,10 +1,10 @@
-"""Whole runs that are forked from a process that has imported everything, for tests of what they compute.
+"""Runs whose launcher and ranks are forked from a process that has imported everything, for tests of what they compute.
 
-A rank imports for 10 s of CPU time: of many runs that would be most of the time. Here it is a server that has imported
-it (`tests/support/forked.py`), from which the ranks of `launch.py` come, too.
+A rank imports for 10 s of CPU time, which would be most of a short run. Here a server has done it
+(`tests/support/forked.py`); the ranks of `launch.py` come from the same server.
 
-The launcher is the real one, with torchrun's own agent, whose ranks are forked instead of exec'd. What starts a run
-otherwise, and what processes learn from their command lines, is tried with runs of `scripts/train.sh` itself.
+The launcher is the real one, with torchrun's own agent, but it forks the ranks and execs nothing. Runs of
+`scripts/train.sh` itself test how runs start otherwise, and how processes read their command lines.
 """
 
 import gc
@@ -42,28 +42,29 @@ _TEXT = [
 ]
 _IMAGES = ["trainer.policy.vision", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
 MODULES = (_TEXT, [*_TEXT, *_IMAGES])
-"""What the servers import that all ranks are forked from; the second one's see images."""
+"""Modules that the two servers import; processes of the second one can read images."""
 
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
+setproctitle.getproctitle()  # later it would not find the process's name: the environment will have changed
 
 
 @contextmanager
 def server(images: bool) -> Iterator[None]:
-    """Processes that are started by `forkserver` come from what has imported all, for `images` torchvision, too."""
+    """Has `forkserver` fork processes from the server that has imported everything, with torchvision for `images`."""
     connect = forked.server(images).connect_to_new_process
     with patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
         yield
 
 
 class Launcher:
-    """A launcher, or the supervisor above it, and what tests use of a `subprocess.Popen`."""
+    """A launcher, or the supervisor above it, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, images: bool) -> None:
         context = multiprocessing.get_context("forkserver")
-        given = (arguments, environment, log)
-        self._process = context.Process(target=_be_launcher, args=given, daemon=True)  # else a test that fails hangs
+        process_args = (arguments, environment, log)
+        # A daemon, since a failing test would wait for it otherwise.
+        self._process = context.Process(target=_be_launcher, args=process_args, daemon=True)
         with server(images):
             self._process.start()
         assert self._process.pid is not None
@@ -77,7 +78,7 @@ class Launcher:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; raises subprocess.TimeoutExpired."""
+        """Returns the exit code, or raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (code := self._process.exitcode) is None:
             raise subprocess.TimeoutExpired("the launcher", timeout or 0.0)
@@ -85,10 +86,10 @@ class Launcher:
 
 
 def _be_launcher(arguments: list[str], environment: dict[str, str], log: Path) -> NoReturn:
-    processes.die_with(os.getppid())  # the server, which ends with the tests
+    processes.die_with(os.getppid())  # the parent is the server, which ends with the tests
     multiprocessing.current_process().daemon = False  # it has children
     tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    tracker._fd = None  # the run's shared memory is not for the tests' own to remove
+    tracker._fd = None  # the tests' tracker must not remove the run's shared memory
     os.chdir(ROOT)
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
@@ -99,18 +100,18 @@ def _be_launcher(arguments: list[str], environment: dict[str, str], log: Path) -
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """What starts launchers and ranks: those are forked."""
+    """A Popen that forks launchers and ranks, and executes everything else."""
 
     def _execute_child(  # type: ignore[override]
-        self, args: Any, executable: Any, preexec_fn: Any, close: Any, keep: Any, cwd: Any, env: Any, *others: Any
+        self, args: Any, executable: Any, preexec_fn: Any, close: Any, keep: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
         begin = args.index("-m") + 1 if args[0] == sys.executable and "-m" in args else 0
         if not begin or args[begin] not in ("trainer", "trainer.launcher"):
-            super()._execute_child(args, executable, preexec_fn, close, keep, cwd, env, *others)  # type: ignore[misc]
+            super()._execute_child(args, executable, preexec_fn, close, keep, cwd, env, *rest)  # type: ignore[misc]
             return
         sys.stdout.flush()
-        # Python drops what a handler raises in what it calls after a fork: what comes meanwhile, to whichever thread,
-        # is raised later, and waits in the child.
+        # Python drops exceptions that a signal handler raises in its hooks after a fork. So the parent notes signals
+        # here and raises them again afterwards; in the child they stay blocked until then.
         came = list[int]()
         handlers = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in _INTERRUPTIONS}
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
@@ -126,7 +127,7 @@ class _Popen(subprocess.Popen[bytes]):
 
 
 def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None] | None = None) -> NoReturn:
-    """Go on as `python -m` with these arguments, in a session of one's own."""
+    """Continues as `python -m` with these arguments, in a session of its own."""
     code: Any = 1
     try:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""What test_presets.py runs on two ranks: one engine each, started once, and every preset's learner in turn."""
+"""Trains every preset's learner in turn on two ranks with one engine each, started once; for test_presets.py."""
 
 import json
 from contextlib import ExitStack
@@ -29,6 +29,7 @@ SETTINGS = {"gspo": ["batch.updates_per_step=4"], "distill": ["algorithm.teacher
 
 
 def preset_config(recipe: str, preset: str) -> TrainConfig:
+    """Loads the recipe with a preset, and checks it."""
     ways = 2 if preset in SHARED else 1
     settings = [f"algorithm.preset={preset}", f"policy.sequence_parallel={ways}", *SETTINGS.get(preset, [])]
     config = load_config(Path(recipe), settings)
@@ -37,24 +38,24 @@ def preset_config(recipe: str, preset: str) -> TrainConfig:
 
 
 def train_presets(recipe: str, results: str) -> None:
-    """For each preset: the figures of its steps on every rank, and by how much its weights have moved."""
+    """Writes each preset's metrics to `results`, with whether ranks agree, and how far weights have moved."""
     processes.start_guardian()
     init_process_group(120, "cpu")
-    found: dict[str, dict[str, Any]] = {}
+    reports: dict[str, dict[str, Any]] = {}
     with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
         trainer = RLTrainer(preset_config(recipe, "dapo"), watchdog, resources)
         config, device = trainer.config, trainer.policy.device
         reference = FsdpPolicy(config.model, config.policy, device, trainable=False)
         critic = make_critic(config, device, STEPS)
         for preset in PRESETS:
-            found[preset] = train_preset(trainer, preset_config(recipe, preset), reference, critic)
+            reports[preset] = train_preset(trainer, preset_config(recipe, preset), reference, critic)
     if rank() == 0:
-        Path(results).write_text(json.dumps(found))
+        Path(results).write_text(json.dumps(reports))
     destroy_process_group()
 
 
 def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy, critic: Critic) -> dict[str, Any]:
-    """A few steps of the trainer as it would have been built for `config`; it goes on from the weights it has."""
+    """Trains a few steps as if the trainer had been built for `config`, from the weights that it has."""
     algorithm = config.algorithm
     trainer.config, trainer.learner = config, Learner(
         config,
@@ -83,12 +84,12 @@ def weights(model: Policy | Critic) -> list[Tensor]:
 
 
 def distance(before: list[Tensor], after: list[Tensor]) -> float:
-    """The largest change of any weight of this rank's."""
+    """The largest change of any weight on this rank."""
     return max(((a - b).abs().max().item() for a, b in zip(before, after, strict=True) if a.numel()), default=0.0)
 
 
 def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Figures but those of the machine."""
+    """The rows without figures of time and memory."""
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
 
 

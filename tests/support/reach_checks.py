@@ -1,4 +1,4 @@
-"""What test_reach.py checks on two and four ranks: what vLLM's model on each holds after two syncs, and a fresh one."""
+"""Compares vLLM's model on each rank after two syncs with one freshly loaded, for test_reach.py."""
 
 import gc
 import os
@@ -26,11 +26,13 @@ ADAPTED: dict[str, Any] = {
     "qwen2_tied": "all-linear",
     "deepseek_v2_untied": ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
-"""Which layers have adapters; of `kv_b_proj` vLLM keeps products, so that it is staged."""
+"""Layers with adapters, by model; vLLM keeps products of `kv_b_proj`, which therefore is staged."""
 
 
 def on_ranks(models: str, results: str, *cases: str) -> None:
-    """Each case, "fsdp 2" or "zero3 1", is a backend of the policy and the engines' tensor-parallel size; "hsdp" is
+    """Runs each case on all models, and writes the results to the file `results`.
+
+    A case such as "fsdp 2" or "zero3 1" is a backend of the policy and the engines' tensor-parallel size; "hsdp" is
     FSDP2 on pairs of ranks. In "fsdp 2 lora", the models of `ADAPTED` are trained by adapters, which are merged.
     """
     init_process_group(120, "cpu")
@@ -40,7 +42,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     from sharding.worker import extension
     from sharding.worker.cpu import keep_weights_plain
 
-    hide_instructions(plain=True)  # as an engine's worker does
+    hide_instructions(plain=True)  # as in an engine's worker
     extension._PLAIN_ON_CPU = True
     keep_weights_plain()
     cpu_model_runner._set_torch_accelerator_to_noop()
@@ -53,7 +55,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
             saved = Path(results).parent / f"saved {case} {folder.name}"
             todo[f"{folder.name} {case}"] = partial(check_apart, folder, backend, int(size), saved, bool(adapted))
     group = f"reach-{os.environ['MASTER_PORT']}"
-    os.environ["VLLM_DIST_IDENT"] = group  # names the memory that workers share, which an engine would remove
+    os.environ["VLLM_DIST_IDENT"] = group  # names the workers' shared memory, which nobody else removes here
     try:
         checks._on_ranks(todo, results)
     finally:
@@ -62,7 +64,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
 
 
 def check_apart(*arguments: Any) -> None:
-    """`check_family`, with vLLM's groups gone afterwards: the next case may want others."""
+    """Runs `check_family` and removes vLLM's groups afterwards, since the next case may need others."""
     from vllm.distributed import parallel_state
 
     try:
@@ -72,8 +74,9 @@ def check_apart(*arguments: Any) -> None:
 
 
 def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path, adapted: bool) -> None:
-    """The first sync records, the second replays; in between the policy gets other weights, which it then saves. At
-    last all that vLLM's model holds is wiped out, and read from the ranks' shards.
+    """vLLM's model equals a fresh one after two syncs, and after a pull into weights that were wiped.
+
+    The first sync records, the second replays; between them the policy's weights change, and it saves them.
     """
     from tests.support.in_process import InProcess
 
@@ -103,7 +106,7 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
             both.sync(4)
         left = both.manager.report.unreplayable or {}
         staged = [p.name for p in source.parameters() if any(piece.name in left for piece in p.pieces)]
-        assert [parameter.name for parameter in push.call_args.args[0]] == staged, "nothing else"
+        assert [parameter.name for parameter in push.call_args.args[0]] == staged, "only staged ones"
         both.manager.close()
     pulled = tensors(worker.get_model())
     different = [name for name in expected if not torch.equal(pulled[name], expected[name])]
@@ -111,7 +114,7 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
 
 
 def make_policy(folder: Path, backend: str, adapted: bool) -> Any:
-    """With adapters, or without."""
+    """Loads a policy with this backend, with or without adapters."""
     if adapted:
         return lora_policy(folder, "zero 3" if backend == "zero3" else backend, ADAPTED[folder.name])
     if backend == "zero3":
@@ -120,14 +123,14 @@ def make_policy(folder: Path, backend: str, adapted: bool) -> Any:
 
 
 def change(source: ShardedSource) -> None:
-    """Other values in every rank's part of every parameter; of factors as well, of which B are 0 at first."""
+    """Changes every rank's part of every parameter, factors included; the factors B are 0 at first."""
     for parameter in source.parameters():
         _, values = source.own_values(parameter.name)
         values.add_(0.1 * parameter.name.startswith("B of ")).mul_(torch.empty_like(values).uniform_(0.5, 1.5))
 
 
 def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
-    """What an engine's worker on this rank is to the extension, with the model that vLLM loads from a checkpoint."""
+    """Stands in for an engine's worker on this rank, with the model that vLLM loads from a checkpoint."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -142,8 +145,8 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
         str(folder), 128, tensor_parallel_size=tensor_parallel_size, plain_cpu_weights=True, extra=here
     )
     config = EngineArgs(**engine_arguments(settings)).create_engine_config()
-    gc.freeze()  # vLLM collects twice as it loads a model, here through all that cases have left
-    # In a run this is a process of the engine's, which unpickles what it likes; the rank that plays it here does not.
+    gc.freeze()  # vLLM collects garbage twice per model, which would visit everything that cases have left
+    # Ranks refuse to unpickle what vLLM sends between workers; in a run, a worker is a process of its own.
     with patch("torch.distributed.distributed_c10d._unpickler", pickle.Unpickler), set_current_vllm_config(config):
         parallel_state.init_distributed_environment(world_size(), rank(), "env://", rank(), "gloo")
         parallel_state.ensure_model_parallel_initialized(tensor_parallel_size, 1)
@@ -152,7 +155,7 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers, and what modules keep besides, such as the products of MLA's weights."""
+    """Parameters, buffers, and other tensors of modules, such as the products of MLA's weights."""
     return {
         f"{name}.{key}": value
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Real runs of the real command under torchrun, on a tiny model: started, watched, hurt, and looked for afterwards."""
+"""Starts the real command under torchrun on a tiny model, watches and signals it, and looks for what it leaves."""
 
 import contextlib
 import json
@@ -22,17 +22,17 @@ from tests.support.preloaded import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
-GONE_SECONDS = 20.0  # what issue and README promise
+GONE_SECONDS = 20.0  # as README promises
 MACHINE_FIGURES = ("time/", "throughput/", "memory/")
 
 
 def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> Path:
-    """A recipe for a few steps on generated additions; `overrides` are merged into its sections."""
+    """Writes a recipe for a few steps on generated additions; `overrides` are merged into its sections."""
     from scripts.examples.tasks.arithmetic import write_arithmetic
 
     write_arithmetic(folder / "data", eval_size=16, sft_size=8)
     rows = (folder / "data" / "train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "data" / "train.jsonl").write_text("".join(rows[:1024]))  # each rank reads them all
+    (folder / "data" / "train.jsonl").write_text("".join(rows[:1024]))  # every rank reads every row
     recipe: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder / "runs"), "steps": 4, "step_deadline_s": 120, "first_step_deadline_s": 240},
         "model": {"path": str(model)},
@@ -47,7 +47,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
         "policy": {"dtype": "float32", "lr": 1e-3},
         "algorithm": {"group_size": 4},
         "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256},
-        # Random models are hardly ever right: rewarding length gives every group something to learn.
+        # Random models are hardly ever right: a reward of characters gives every group something to learn.
         "reward": {"functions": [{"name": f"{ROOT}/tests/support/digit_reward.py:many_digits"}], "workers": 1},
         "tracking": {"wandb": "disabled"},
     }
@@ -59,7 +59,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
 
 
 def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """A tiny model that sees, and the sections of a recipe for it: rows of 0, 1 and 2 images of different sizes."""
+    """Makes a tiny multimodal model, and a recipe's sections for it: rows of 0, 1 and 2 images of different sizes."""
     from scripts.tiny_vlm import make_tiny_vlm
     from tests.support.pictures import picture
 
@@ -79,7 +79,7 @@ def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
 
 
 class Run:
-    """One run of `scripts/train.sh` in the background; every process of it carries a mark in its environment."""
+    """One run of `scripts/train.sh` in the background, all of whose processes carry a mark in their environment."""
 
     def __init__(
         self,
@@ -93,10 +93,15 @@ class Run:
         preloaded: bool = False,
         images: bool = False,
     ) -> None:
-        """`phases` is a folder in which each rank keeps the name of the phase it is in. `stale` is VERSION:TOKEN: with
-        weights of that version, engines have the token's embedding of the one before, which no verification sees.
-        `imports` is a file in which every process notes what it imports to see images. `preloaded`: ranks and engines
-        are forked (see `preloaded.py`), where how they start is not what is looked at; with `images` they see.
+        """Starts the run.
+
+        Args:
+            phases: a folder in which each rank keeps the name of its current phase.
+            stale: VERSION:TOKEN; with weights of that version, engines keep the previous version's embedding of the
+                token, which no verification notices.
+            imports: a file to which every process appends the modules for images that it imports.
+            preloaded: fork ranks and engines (see `preloaded.py`), for tests that do not look at how they start.
+            images: with `preloaded`, ranks and engines find torchvision.
         """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
@@ -107,7 +112,7 @@ class Run:
         environment = os.environ | {
             "NPROC_PER_NODE": str(ranks),
             "HOTBUNK_TEST_RUN": self.mark,
-            "SPT_NOENV": "1",  # an engine that gives itself a name would otherwise write it over its mark
+            "SPT_NOENV": "1",  # else an engine would overwrite its mark with its name
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -135,17 +140,17 @@ class Run:
         return self.log.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl so far."""
+        """The rows of metrics.jsonl so far."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def comparable_rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl without what differs from machine to machine."""
+        """The rows of metrics.jsonl without figures that differ from machine to machine."""
         return [{k: v for k, v in row.items() if not k.startswith(MACHINE_FIGURES)} for row in self.rows()]
 
     def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
-        """Poll until the condition gives something true; fails with the run's output."""
+        """Polls until the condition returns a true value, and returns it; fails with the run's output."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
@@ -157,7 +162,7 @@ class Run:
         self.wait_for(lambda: len(self.rows()) >= count, f"row {count} of metrics.jsonl")
 
     def watch_listening(self) -> None:
-        """Until the run ends, note five times a second in `listened` where its processes listen."""
+        """Records in `listened`, five times a second until the run ends, where its processes listen."""
         while self.process.poll() is None:
             saved = any((self.folder / "checkpoints").glob("step_*"))
             moment = "with a checkpoint" if saved else "steps" if self.rows() else "start-up"
@@ -167,11 +172,11 @@ class Run:
         assert self.listened, (self.process.returncode, self.output())
 
     def summary(self) -> list[str]:
-        """What the launcher has said last."""
+        """The launcher's last lines."""
         return summary(self.output())
 
     def wait(self, seconds: float = START_SECONDS) -> int:
-        """The exit code."""
+        """Waits for the end, and returns the exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -180,25 +185,25 @@ class Run:
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """Living processes of the run whose command line contains `name`."""
-        found, number = [], str(int(self.mark, 16))  # the mark as a number: see `digit_reward.LeavesProcesses`
+        living, number = [], str(int(self.mark, 16))  # the mark as `digit_reward.LeavesProcesses` writes it
         for process in psutil.process_iter():
             try:
                 line = " ".join(process.cmdline())
                 ours = number in line or process.environ().get("HOTBUNK_TEST_RUN") == self.mark
-                # A process that was forked has its server's environment, but the run's standard error.
+                # A forked process has its server's environment, but the run's standard error.
                 ours = ours or os.readlink(f"/proc/{process.pid}/fd/2") == str(self.log)
                 if ours and name in line and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    living.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
                 continue
-        return found
+        return living
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
         ranks: dict[int, psutil.Process] = {}
         for guardian in self.processes("guardian.py"):
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-                # The inner one's last arguments: its child, the process above it, a folder, and the child's name.
+                # An inner guardian's last arguments: its child, the process above it, a folder, and the child's name.
                 child, _, _, name = guardian.cmdline()[-4:]
                 if name.startswith("rank "):
                     ranks[int(name.removeprefix("rank "))] = psutil.Process(int(child))
@@ -209,32 +214,32 @@ class Run:
         return self.processes("guardian.py")
 
     def engines(self) -> list[psutil.Process]:
-        """The engine cores, once they have given themselves their name."""
+        """The engine cores, once they have set their process name."""
         return self.processes("VLLM::EngineCore")
 
     def reward_workers(self) -> list[psutil.Process]:
-        """The processes that call reward functions and their watchers, whose process groups are in a rank's session."""
-        found = []
+        """The processes that call reward functions, and their watchers; their groups are in a rank's session."""
+        workers = []
         for process in self.processes("spawn_main"):
             with contextlib.suppress(ProcessLookupError):
                 if os.getsid(process.pid) != os.getpgid(process.pid) in (process.pid, process.ppid()):
-                    found.append(process)
-        return found
+                    workers.append(process)
+        return workers
 
     def left_behind(self) -> list[str]:
-        """What is still there of a run that has ended: processes, shared memory, private folders."""
+        """Lists what is left of a run that has ended: processes, shared memory, private folders."""
         self.note_private_folders()
         files = shared_memory.left_since(self._before) | {f for f in self._private if f.exists()}
         return [str(process) for process in self.processes()] + [str(file) for file in files]
 
     def note_private_folders(self) -> None:
-        """Remember the ranks' private folders, which their guardians have on the command line."""
+        """Remembers the ranks' private folders, which are on their guardians' command lines."""
         for guardian in self.processes("guardian.py"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._private |= {Path(word) for word in guardian.cmdline() if Path(word).name.startswith("hotbunk-")}
 
     def assert_gone(self) -> None:
-        """Within 20 s from now nothing of the run is left."""
+        """Within 20 s from now, nothing of the run is left."""
         deadline = time.monotonic() + GONE_SECONDS
         while left := self.left_behind():
             assert time.monotonic() < deadline, f"left behind: {left}\n{self.output()}"
@@ -249,7 +254,7 @@ class Run:
 
 
 def summary(output: str) -> list[str]:
-    """The launcher's lines, if they are the last on the screen; guardians' look alike, and come before."""
+    """The launcher's lines, if they are the last on the screen; guardians' lines look alike, and come before."""
     lines = output.splitlines()
     begin = max((i for i, line in enumerate(lines) if line.startswith("[hotbunk] the run ")), default=len(lines))
     alike = all(line.startswith("[hotbunk] ") for line in lines[begin:])
@@ -257,33 +262,33 @@ def summary(output: str) -> list[str]:
 
 
 def listening(pids: set[int]) -> dict[int, set[str]]:
-    """The addresses that processes listen at, by TCP: their descriptors against the kernel's tables."""
+    """The addresses at which processes listen by TCP, found by comparing their descriptors with the kernel's tables."""
     owners: dict[str, int] = {}
-    for pid in sorted(pids):  # a child, until it execs, has its parent's
-        with contextlib.suppress(OSError):  # it has ended
+    for pid in sorted(pids):  # until it execs, a child has its parent's descriptors
+        with contextlib.suppress(OSError):  # the process has ended
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     owners.setdefault(os.readlink(descriptor), pid)
-    found: dict[int, set[str]] = {}
+    addresses: dict[int, set[str]] = {}
     for table, family, length in (("tcp", socket.AF_INET, 8), ("tcp6", socket.AF_INET6, 32)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             owner = owners.get(f"socket:[{fields[9]}]")
             if fields[3] == "0A" and owner is not None:  # LISTEN
                 words = [int(fields[1][i : i + 8], 16) for i in range(0, length, 8)]
-                found.setdefault(owner, set()).add(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)))
-    return found
+                addresses.setdefault(owner, set()).add(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)))
+    return addresses
 
 
 def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[str]:
-    """Where two metrics files differ, bit for bit."""
-    found = [f"{len(first)} and {len(second)} rows"] if len(first) != len(second) else []
+    """Lists where two metrics files differ, bit for bit."""
+    lines = [f"{len(first)} and {len(second)} rows"] if len(first) != len(second) else []
     for one, two in zip(first, second, strict=False):
         step = one["train/step"]
-        found += [
+        lines += [
             f"step {step} {k}: {one.get(k)} {two.get(k)}" for k in one.keys() | two.keys() if one.get(k) != two.get(k)
         ]
-    return found
+    return lines
 
 
 if __name__ == "__main__":

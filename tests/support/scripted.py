@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, and a tokenizer in which the same text has many tokenisations."""
+"""An engine whose answers a function scripts, and a tokenizer in which the same text has many tokenisations."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,11 +23,11 @@ TEMPLATE = (
 END = 1
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("<", "/"), ("c", "t"), ("i", "o"), ("n", ">")]
 Answers = Callable[[list[int], int], "Awaitable[list[int]] | list[int]"]
-"""From a prompt's ids and seed to what is sampled."""
+"""A function from a prompt's ids and seed to the ids that are sampled."""
 
 
 def merging_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """Bytes and a few merges of them: `hello` is one token, or two, or five. Ids 0 and 1 are pad and end."""
+    """A tokenizer of bytes and a few merges: `hello` is one token, or two, or five. Ids 0 and 1 are pad and end."""
     special = ["<|pad|>", "<|end|>", "<|start|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = special + alphabet + ["".join(pair) for pair in MERGES]
@@ -42,7 +42,7 @@ def merging_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
 
 
 class Counting:
-    """A tokenizer that counts how often it is called, in either direction."""
+    """A tokenizer that counts the calls to encode and to decode."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer, self.calls = tokenizer, 0
@@ -58,7 +58,7 @@ class Counting:
 
 
 class ScriptedEngine:
-    """What rollouts see of an engine. `prompts` are those that it was asked, with the settings."""
+    """Stands in for an engine in rollouts; `prompts`, `sampling` and `seeds` record its requests."""
 
     def __init__(self, answers: Answers, max_model_len: int = 4096, max_num_seqs: int = 64) -> None:
         self.settings = SimpleNamespace(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
@@ -71,13 +71,14 @@ class ScriptedEngine:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int, **_: Any
     ) -> Generation:
+        """Records the request, and returns the scripted answer, cut at `max_tokens`."""
         assert len(prompt_ids) < self.settings.max_model_len
         self.prompts.append(prompt_ids)
         self.sampling.append(sampling)
         self.seeds.append(seed)
         await asyncio.sleep(0)
-        given = self._answers(prompt_ids, seed)
-        ids = given if isinstance(given, list) else await given
+        scripted = self._answers(prompt_ids, seed)
+        ids = scripted if isinstance(scripted, list) else await scripted
         cut = ids[: sampling.max_tokens]
         reason = "stop" if cut == ids else "length"
         return Generation(cut, [-0.25 * (i + 1) for i in range(len(cut))], reason)
@@ -88,7 +89,7 @@ def settings(group: int = 1, max_tokens: int = 1000) -> RolloutSettings:
 
 
 def handle(engine: ScriptedEngine, tokenizer: Any, prompt_ids: Sequence[int] = (5, 6), **fields: Any) -> PolicyLLM:
-    """One trajectory's handle."""
+    """The handle of one trajectory."""
     return PolicyLLM(engine, tokenizer, settings(), 0, 0, list(prompt_ids), **fields)  # type: ignore[arg-type]
 
 
@@ -100,7 +101,7 @@ def run(
     group: int = 1,
     **episodes: Any,
 ) -> list[Trajectory]:
-    """A rollout, in the order in which trajectories finish."""
+    """Runs a rollout; the trajectories are in the order in which they finish."""
     waiting = list(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
@@ -118,7 +119,7 @@ def run(
 
 
 def spelled(tokenizer: Any, text: str, end: bool = True) -> list[int]:
-    """The text in as many tokens as it has bytes, as no tokenizer would write it; with an end by default."""
+    """Encodes text one token a byte, as no tokenizer would; with the end token by default."""
     vocabulary = tokenizer.get_vocab()
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
     return [vocabulary[letter] for letter in letters] + [END] * end

@@ -21,7 +21,10 @@ def noise(seed: int, width: int, height: int) -> Image:
 
 
 def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, sampled: int = 6) -> Sample:
-    """Texts of so many random tokens, and images; then sampled tokens, the placeholder's id among them."""
+    """A sample of parts (a number of random tokens, or an image), then sampled tokens.
+
+    The image placeholder's id is among the sampled tokens if there are more than 3.
+    """
     generator = torch.Generator().manual_seed(seed)
     placeholder = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     ids: list[int] = []
@@ -41,7 +44,7 @@ def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, 
 
 
 def make_rows(processor: ImageProcessor) -> list[Sample]:
-    """0, 1 and 3 images of different sizes; first, last and alone in the prompt, and last of all."""
+    """Rows with 0, 1 and 3 images of different sizes: first, last or alone in the prompt, or after the answer."""
     small, wide, high = noise(1, 28, 28), noise(2, 84, 28), noise(3, 56, 84)
     rows = [
         make_sample(processor, [5, wide, 3], 1),
@@ -50,7 +53,7 @@ def make_rows(processor: ImageProcessor) -> list[Sample]:
         make_sample(processor, [high], 4, sampled=9),
         make_sample(processor, [2], 5, sampled=1),
     ]
-    cut = make_sample(processor, [4, small, 3, wide], 6, sampled=0)  # an answer, then an image that nothing comes after
+    cut = make_sample(processor, [4, small, 3, wide], 6, sampled=0)  # an answer, then an image at the very end
     start, size = cut.image_spans[1]
     answer = range(start - 4, start - 1)
     mask = [int(position in answer) for position in range(start + size)]
@@ -60,7 +63,7 @@ def make_rows(processor: ImageProcessor) -> list[Sample]:
 
 
 def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sample) -> Any:
-    """What Transformers' own forward pass of a row by itself gives, hidden states among it."""
+    """The result of Transformers' own forward pass of one row, hidden states included."""
     ids = torch.tensor([sample.input_ids])
     seen = torch.zeros_like(ids, dtype=torch.bool)
     for start, count in sample.image_spans:
@@ -70,11 +73,11 @@ def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sam
         arguments["mm_token_type_ids"] = seen.long()
     if "Gemma3" in type(model).__name__:
         arguments["token_type_ids"] = seen.long()
-    # Where the placeholder's id was sampled, the model is told another id, and embeds the true one.
-    told = ids.masked_fill(~seen & (ids == model.config.image_token_id), 5)
+    # Where the placeholder's id was sampled, the model gets another id, and the hook embeds the true one.
+    input_ids = ids.masked_fill(~seen & (ids == model.config.image_token_id), 5)
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: (ids,))
     try:
-        return model(input_ids=told, output_hidden_states=True, **arguments)
+        return model(input_ids=input_ids, output_hidden_states=True, **arguments)
     finally:
         hook.remove()
 
@@ -82,14 +85,14 @@ def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sam
 def plain_outputs(
     model: PreTrainedModel, processor: ImageProcessor, sample: Sample, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a row by itself in plain Transformers, [T-1]; 0 where masked."""
+    """Log-probabilities and entropies of one row in plain Transformers, [T-1]; 0 where masked."""
     ids, logits = torch.tensor([sample.input_ids]), plain_forward(model, processor, sample).logits[0, :-1] / temperature
     log_p, mask = torch.log_softmax(logits, dim=-1), torch.tensor(sample.loss_mask[1:])
     return log_p.gather(1, ids[0, 1:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(dim=-1) * mask
 
 
 def plain_gradients(folder: Path, processor: ImageProcessor, samples: list[Sample]) -> dict[str, Tensor]:
-    """Of the loss of `policy_checks.make_loss`, in a loop over the rows."""
+    """Gradients of the loss of `policy_checks.make_loss`, in a loop over the rows."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     total = sum(sample.trainable for sample in samples)
     for sample in samples:

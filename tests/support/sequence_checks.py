@@ -1,6 +1,6 @@
-"""What test_sequence_parallel.py checks on two and on four ranks, which share micro-batches.
+"""Checks of ranks that share micro-batches, for test_sequence_parallel.py on two and on four ranks.
 
-Most are the checks of policies whose ranks share none, run once more: against plain Transformers in one process.
+Most are the checks of policies whose ranks share nothing, run once more, against plain Transformers in one process.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ BUDGETS = (20, 33, 10_000)  # the longest sequence has 30 tokens
 
 
 def sharing(ways: int, check: Callable[[], None]) -> Callable[[], None]:
-    """The check, by groups of so many ranks."""
+    """Wraps a check so that it runs with groups of `ways` ranks."""
 
     def run() -> None:
         checks.ways = ways
@@ -41,7 +41,7 @@ def sharing(ways: int, check: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_scores(folder: Path, kind: str, tied: bool) -> None:
-    """Log-probabilities and entropies of whole sequences, on every rank, are those of the same packs on one rank."""
+    """Log-probabilities and entropies of whole sequences are, on every rank, those of the same packs on one rank."""
     policy = checks.make_policy(checks.model_folder(folder, kind, tied))
     samples = checks.own_samples(checks.make_samples())
     for budget in BUDGETS:
@@ -77,8 +77,8 @@ def check_update(folder: Path, kind: str, tied: bool, budget: int, name: str = "
     expected = checks.plain_gradients(source, samples, name)
     checks.assert_gradients_equal(got, expected)
     distance, norm = (
-        torch.stack([g.norm() for g in each]).norm().item()
-        for each in ([got[key] - expected[key] for key in expected], expected.values())
+        torch.stack([g.norm() for g in gradients]).norm().item()
+        for gradients in ([got[key] - expected[key] for key in expected], expected.values())
     )
     assert distance <= 1e-6 * norm
     assert stats[0].grad_norm == pytest.approx(norm, rel=1e-6)
@@ -89,28 +89,28 @@ def check_update(folder: Path, kind: str, tied: bool, budget: int, name: str = "
 
 
 def check_routes(folder: Path) -> None:
-    """Given routes are those of a rank's own tokens, and each token counts once among the loads of experts."""
+    """A rank applies the given routes of its own tokens, and each token counts once among the experts' loads."""
     policy = checks.make_policy(checks.model_folder(folder, "qwen3_moe", False))
     assert policy.routing is not None
     format, generator, samples = policy.routing.format, torch.Generator().manual_seed(4), checks.make_samples()
     for sample in samples:
         scores = torch.rand(len(sample.input_ids) - 1, len(format.layers), format.experts, generator=generator)
         sample.routes = scores.topk(format.top_k).indices.to(format.dtype)
-    found = []
+    scored = []
     for ways in (1, checks.ways):
         batches = micro_batches(samples, 33, 0, checks.CPU, packing=True, ways=ways)
-        outputs, own = policy.score(batches, checks.TEMPERATURE), loads_of(batches, format)
+        outputs, local_loads = policy.score(batches, checks.TEMPERATURE), loads_of(batches, format)
         loads, differ, _ = policy.routing.take_counts()
-        assert torch.equal(loads, own) and differ
-        found.append((outputs, sum_counts(loads) // (checks.ways // ways)))
-    (alone, loads), (shared, shared_loads) = found
+        assert torch.equal(loads, local_loads) and differ
+        scored.append((outputs, sum_counts(loads) // (checks.ways // ways)))
+    (alone, loads), (shared, shared_loads) = scored
     assert torch.equal(loads, shared_loads)
     for got, wanted in zip(shared, alone, strict=True):
         torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-6, rtol=1e-6)
 
 
 def check_memory(folder: Path) -> None:
-    """Of a long sequence each of two ranks keeps little more than half for backward of what one keeps of all of it."""
+    """For backward, each of two ranks keeps little more than half of what one rank would keep of a long sequence."""
     policy = checks.make_policy(checks.model_folder(folder, "qwen3", True))
     samples, kept = checks.make_samples([1000]), []
     for ways in (1, checks.ways):
@@ -129,7 +129,7 @@ def check_memory(folder: Path) -> None:
 
 
 def check_idle_ranks(folder: Path) -> None:
-    """All sequences are the first group's, and as short as can be: the others join everything."""
+    """Ranks without a sequence join every collective: only the first group has any, as short as they can be."""
     samples = checks.make_samples([2, 2, 3])
     source = checks.model_folder(folder, "qwen3", True)
     mine = samples if rank() < checks.ways else []
@@ -141,7 +141,7 @@ def check_idle_ranks(folder: Path) -> None:
 
 
 def check_goes_on_alone(folder: Path) -> None:
-    """A checkpoint of ranks that share goes on where each has sequences of its own: the same second update."""
+    """A checkpoint of ranks that share continues on ranks that do not, with the same second update."""
     source, ways = checks.model_folder(folder), checks.ways
 
     def step(policy: FsdpPolicy) -> float:
@@ -166,8 +166,8 @@ def transcripts(samples: list[Sample]) -> list[sft.Transcript]:
 
 
 def check_sft(folder: Path) -> None:
-    """A supervised step changes the weights as one whose ranks share nothing; so is the held-out loss."""
-    source, found = checks.model_folder(folder), []
+    """A supervised step, and the held-out loss, are those of ranks that share nothing."""
+    source, results = checks.model_folder(folder), []
     for ways in (1, checks.ways):
         sections = {"model": {"path": str(source)}, "data": {"path": "d"}, "policy": {"sequence_parallel": ways}}
         config = TrainConfig.model_validate(sections | {"batch": {"tokens_per_micro_batch": 33}})
@@ -177,14 +177,15 @@ def check_sft(folder: Path) -> None:
         run.held_out = {"held_out": transcripts(checks.make_samples([5, 9, 4]))}
         held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
         stats = sft.update(policy, transcripts(checks.make_samples()), config, 0, 0)
-        found.append(([stats.loss, stats.grad_norm, held_out], checks.weights(policy)))
-    (figures, wanted), (shared_figures, weights) = found
+        results.append(([stats.loss, stats.grad_norm, held_out], checks.weights(policy)))
+    (figures, wanted), (shared_figures, weights) = results
     assert shared_figures == pytest.approx(figures, rel=1e-6)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, wanted[name], atol=1e-6, rtol=1e-6)
 
 
 def two_ranks(models: str, results: str) -> None:
+    """Runs every check on two ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}
@@ -211,6 +212,7 @@ def two_ranks(models: str, results: str) -> None:
 
 
 def four_ranks(models: str, results: str) -> None:
+    """Runs the checks of larger groups on four ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}

@@ -1,4 +1,4 @@
-"""Files in /dev/shm that have been left behind, told from those of tests that run at the same time."""
+"""Finds files in /dev/shm that have been left behind, apart from those of tests that run at the same time."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 FOLDER = Path("/dev/shm")
 # Semaphores and memory of processes that pytest starts (see __init__.py). vLLM's spawned engine cores name theirs as a
-# run's do: with neighbours (`-n 3`) they cannot be told apart, and `-n 0` or killed_run.py looks for them.
+# run does: with neighbours (`-n 3`) the two cannot be distinguished, so that only `-n 0` and killed_run.py check them.
 OF_TESTS = ("sem.pytest-", "pytest_", *(["psm_"] if "PYTEST_XDIST_WORKER" in os.environ else []))
 
 
@@ -16,15 +16,16 @@ def files() -> set[Path]:
 
 
 def left_since(before: set[Path]) -> set[Path]:
-    """New files that no living process has mapped: those of a neighbour are in use.
+    """New files that no living process has mapped; mapped ones are a neighbour's, and in use.
 
-    By the number of the file: glibc's `sem_open` maps a semaphore before it has its name (sysdeps/pthread/sem_open.c).
+    Files are compared by inode: glibc's `sem_open` maps a semaphore before it has its name
+    (sysdeps/pthread/sem_open.c).
     """
     if not (new := files() - before):
         return new
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             mapped |= {line.split()[4] for line in maps.read_text().splitlines() if str(FOLDER) in line}
     left = set()
     for file in new:
@@ -35,7 +36,7 @@ def left_since(before: set[Path]) -> set[Path]:
 
 
 def assert_none_left(since: set[Path]) -> None:
-    """Within 20 s from now: what a neighbour has made and not mapped yet, or removes in a moment, is none of ours."""
+    """Within 20 s, all new files are gone or mapped; a neighbour may need a moment to map or remove its own."""
     deadline = time.monotonic() + 20
     while left := left_since(since):
         assert time.monotonic() < deadline, f"left behind: {left}"

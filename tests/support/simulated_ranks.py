@@ -1,7 +1,7 @@
-"""Updates of large models on tensors without data, by as many ranks as one likes, of which this process is the first.
+"""Updates large models on tensors without data, as the first of any number of simulated ranks.
 
 PYTHONPATH=. python tests/support/simulated_ranks.py          # the whole grid, in two minutes: planned against tracked
-PYTHONPATH=. python tests/support/simulated_ranks.py 7b,8,4   # one: model, ranks, and layers in place of its own
+PYTHONPATH=. python tests/support/simulated_ranks.py 7b,8,4   # one: model, ranks, and a number of layers
 """
 
 import json
@@ -31,7 +31,7 @@ from trainer.policy import FsdpPolicy, attention, logprobs, sequence
 
 GIB = 2**30
 DEVICE_GIB = 80.0
-LENGTH, PROMPT = 1024, 512  # of each sequence, and how much of it is not learned
+LENGTH, PROMPT = 1024, 512  # tokens of a sequence, and of its prompt, which is not trained
 MODELS: dict[str, dict[str, Any]] = {  # as in the config.json of Qwen2.5
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
@@ -43,23 +43,23 @@ MODELS: dict[str, dict[str, Any]] = {  # as in the config.json of Qwen2.5
 
 
 class WithoutData(FsdpPolicy):
-    """A policy whose weights, from their loading on, are fake tensors."""
+    """A policy whose weights are fake tensors as soon as they are loaded."""
 
     def _load(self, start: Any) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake.__enter__()
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for parameter in self.model.parameters():
             local = torch.empty(parameter.to_local().shape, dtype=parameter.dtype)
             mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
             sharded = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-            made[id(parameter)] = nn.Parameter(sharded)
+            parameters[id(parameter)] = nn.Parameter(sharded)
         names = self.model.named_parameters(remove_duplicate=False)
-        self.model.load_state_dict({name: made[id(parameter)] for name, parameter in names}, assign=True)
+        self.model.load_state_dict({name: parameters[id(parameter)] for name, parameter in names}, assign=True)
 
 
 def model_folder(root: Path, name: str, layers: int | None = None) -> Path:
-    """A folder with the model's config.json, and no weights."""
+    """Makes a folder with the model's config.json, and no weights."""
     folder = root / f"{name}-{layers}"
     sizes = MODELS[name] | ({} if layers is None else {"num_hidden_layers": layers})
     Qwen2Config(architectures=["Qwen2ForCausalLM"], **sizes).save_pretrained(folder)
@@ -67,7 +67,7 @@ def model_folder(root: Path, name: str, layers: int | None = None) -> Path:
 
 
 def recipe(model: Path, tokens: int = 16384, **policy: Any) -> TrainConfig:
-    """Of micro-batches of so many tokens, planned for a CUDA device."""
+    """A recipe with micro-batches of `tokens` tokens, planned for a CUDA device."""
     return TrainConfig.model_validate(
         {
             "run": {"device": "cuda"},
@@ -83,7 +83,7 @@ def recipe(model: Path, tokens: int = 16384, **policy: Any) -> TrainConfig:
 
 @contextmanager
 def ranks_without_others(count: int) -> Iterator[None]:
-    """This process is the first of `count` ranks, whose collectives do nothing."""
+    """Makes this process the first of `count` ranks, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield
@@ -91,22 +91,25 @@ def ranks_without_others(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def told_alike(told: Any, whom: int, group: Any) -> Any:
-    """In the place of `sharding.ranks._swap`: another rank tells the same."""
-    return told
+def same_message(message: Any, whom: int, group: Any) -> Any:
+    """Replaces `sharding.ranks._swap`: the other rank sends the same message."""
+    return message
 
 
 def as_on_cuda(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention of sequences of LENGTH that keeps what PyTorch's variable-length kernel keeps; [1, T, heads, D]."""
+    """Attention that keeps for backward what PyTorch's variable-length kernel keeps; tensors are [1, T, heads, D].
+
+    Sequences have LENGTH tokens.
+    """
     rows = query.shape[2] // LENGTH
     q, k, v = (x[0].unflatten(1, (rows, LENGTH)).transpose(0, 1) for x in (query, key, value))
     return attention._causal(q, k, v, 0.0, scaling, None).transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
 
 def tracked_peak(config: TrainConfig, ranks: int) -> int:
-    """The most bytes that an update of two micro-batches holds at a time on the first rank, beside their inputs.
+    """The peak bytes of an update of two micro-batches on the first rank, without their inputs.
 
-    The optimizer's step is left out: the fused one works in place, its stand-in for fake tensors on copies.
+    The optimizer's step is left out: the fused one works in place, but its stand-in for fake tensors copies.
     """
     ways = config.policy.sequence_parallel
     parts = [config.batch.tokens_per_micro_batch // ways] * ways
@@ -121,7 +124,7 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
     with (
         ranks_without_others(ranks),
         mock.patch.object(logprobs, "CPU_ELEMENTS", elements),
-        mock.patch.object(logprobs, "_add_product", lambda total, left, right: total.add_(0)),  # as CUDA's: in place
+        mock.patch.object(logprobs, "_add_product", lambda total, left, right: total.add_(0)),  # in place, as on CUDA
     ):
         AttentionInterface.register(attention.NAME, attend)
         policy = WithoutData(config.model, config.policy, torch.device("cpu"))
@@ -140,8 +143,8 @@ def _update(policy: WithoutData, tokens: int) -> int:
 
     def forward() -> Tensor:
         hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state[0]
-        found: Tensor = model.get_output_embeddings()(hidden.index_select(0, places), targets, 1.0)[0]
-        return found
+        targets_logprobs: Tensor = model.get_output_embeddings()(hidden.index_select(0, places), targets, 1.0)[0]
+        return targets_logprobs
 
     module.forward = forward
     module.train()
@@ -155,14 +158,14 @@ def _update(policy: WithoutData, tokens: int) -> int:
 
 
 def planned_peak(config: TrainConfig, ranks: int) -> int:
-    """What the plan says of the same: all that training needs of the policy."""
+    """The plan's bytes for the same update: everything that training needs for the policy."""
     parts = trainer_parts(config, model_sizes(config, config.model.path), ranks, DEVICE_GIB)
     return int(sum(part.training for part in parts if part.name != "CUDA and NCCL"))
 
 
 def compare(specs: list[str]) -> list[dict[str, Any]]:
     """Planned and tracked bytes of each of `specs`, MODEL,RANKS[,LAYERS[,CHECKPOINTING[,TOKENS[,SHARING]]]]."""
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as root:
         for spec in specs:
             name, ranks, layers, checkpointing, tokens, ways = [*spec.split(","), *[""] * 4][:6]
@@ -170,15 +173,15 @@ def compare(specs: list[str]) -> list[dict[str, Any]]:
             policy = {"activation_checkpointing": checkpointing or "full", "sequence_parallel": int(ways or 1)}
             config = recipe(folder, int(tokens or 16384), **policy)
             row = {"planned": planned_peak(config, int(ranks)), "tracked": tracked_peak(config, int(ranks))}
-            found.append({"spec": spec, **row})
+            rows.append({"spec": spec, **row})
             print(f"{spec:>20} {row['planned'] / GIB:9.2f} {row['tracked'] / GIB:9.2f} GiB"
                   f" {row['planned'] / row['tracked'] - 1:+7.1%}", file=sys.stderr, flush=True)  # fmt: skip
-    return found
+    return rows
 
 
 def check_all_traffic(ranks: int) -> None:
-    """The collectives that the plan counts on so many ranks are those that are called."""
-    alike = mock.patch("sharding.ranks._swap", told_alike)
+    """The plan for this number of ranks counts the collectives that are really called."""
+    alike = mock.patch("sharding.ranks._swap", same_message)
     with tempfile.TemporaryDirectory() as folder, ranks_without_others(ranks), alike:
         for tied in (True, False):
             checks.make_model("qwen2", checks.model_folder(Path(folder), "qwen2", tied), tied)

@@ -1,4 +1,4 @@
-"""Episodes whose answers grow slice by slice on an engine's loop, driven from the test's thread."""
+"""Runs episodes whose answers grow slice by slice on an engine's loop, driven from the test's thread."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +12,7 @@ Episode = Callable[[Turnstile], Awaitable[T]]
 
 
 class Episodes(Generic[T]):
-    """Episodes at a gate that is closed; a context manager that ends those that are not over."""
+    """Episodes that wait at a closed gate; a context manager that ends unfinished ones."""
 
     def __init__(self, leader: Leader, tokens: int, episodes: Sequence[Episode[T]]) -> None:
         self.thread, self.slices = leader.thread, Slices(tokens)
@@ -28,11 +28,11 @@ class Episodes(Generic[T]):
         self.thread.run(self._end(), 60, "the end of episodes")
 
     def one_slice(self, version: int = 0) -> int:
-        """Open the gate until all are over or parked; the number of those that are parked."""
+        """Opens the gate until all episodes are over or parked; returns the number of parked ones."""
         return self.thread.run(self._one_slice(version), 120, "a slice")
 
     def results(self, version: int = 0) -> list[T]:
-        """Open the gate until all are over; what they gave."""
+        """Opens the gate until all episodes are over; returns their results."""
         while self.one_slice(version):
             pass
         return [task.result() for task in self._tasks]

@@ -13,7 +13,7 @@ TEMPLATE = (
 
 
 def small_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Ids 0 to 2 are pad, bos and eos; the 256 bytes follow."""
+    """A tokenizer of bytes: ids 0 to 2 are pad, bos and eos, and the 256 bytes follow."""
     special = ["<pad>", "<s>", "</s>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(special + alphabet)}, merges=[]))

@@ -1,6 +1,7 @@
-"""A process that calls the GPU in software as its standard input asks: lines of Python, each answered by one of JSON.
+"""A process that calls the GPU in software: it reads lines of Python, and answers each by a line of JSON.
 
-`python softgpu_calls.py FOLDER`, with the libraries that build.sh has made in FOLDER. No torch.
+Started as `python softgpu_calls.py FOLDER`, with the libraries that build.sh has made in FOLDER. It does not import
+torch.
 """
 
 import ctypes
@@ -44,7 +45,7 @@ driver.cuMemRelease.argtypes = [c_uint64]
 
 
 class CudaError(Exception):
-    """What a call returned, if it was not 0."""
+    """A call has returned an error code, the argument."""
 
 
 def check(error: int) -> None:
@@ -53,7 +54,7 @@ def check(error: int) -> None:
 
 
 def made(function: Any, kind: type[Any], *arguments: Any) -> int:
-    """Value of the first argument of a call, into which it writes."""
+    """Calls a function that writes its result to its first argument, and returns the result."""
     result = kind()
     check(function(byref(result), *arguments))
     return result.value or 0
@@ -94,7 +95,7 @@ def open_event(text: str) -> int:
 
 
 def create(size: int, device: int = 0) -> int:
-    """Memory without an address, of the driver's virtual memory management."""
+    """Allocates memory without an address, by the driver's virtual memory management."""
     return made(driver.cuMemCreate, c_uint64, c_size_t(size), byref(Properties(1, 1, 1, device)), c_uint64())
 
 
@@ -135,6 +136,7 @@ def copy(to: int, source: int, size: int, stream: int = 0) -> None:
 
 
 def main() -> None:
+    """Evaluates or executes each line, and prints the result."""
     for line in sys.stdin:
         try:
             try:

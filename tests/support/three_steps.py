@@ -1,4 +1,4 @@
-"""Three optimizer steps of any policy against three in plain Transformers and torch, in one process, in a loop."""
+"""Compares three optimizer steps of any policy with three in plain Transformers and torch, in one process."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,19 +14,18 @@ from tests.support import policy_checks as checks
 from trainer.policy import UpdateStats
 from trainer.types import Sample
 
-# Every part of a step has a say: warm-up, schedule, decay, and a bound that the gradient exceeds. Epsilon is large, as
-# AdamW divides by it: what is rounding in a gradient (that of a key's bias is nothing else) shall be rounding in the
-# weights.
+# Every part of a step has an effect: warm-up, schedule, decay, and a norm that the gradient exceeds. AdamW divides by
+# epsilon, which is large so that a rounding error in a gradient (a key's bias has no other) stays small in the weights.
 SETTINGS: dict[str, Any] = {
     "max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear", "lr": 1e-3, "eps": 1e-3
 }  # fmt: skip
-PLACES = [0, 1, 2.6]  # in the run, which ends one update after warm-up
+PLACES = [0, 1, 2.6]  # positions in the run, which ends one update after warm-up
 RATES = [1e-3 / 3, 2e-3 / 3, 0.4e-3]
 
 
 @dataclass
 class Step:
-    """Its figures, the gradients before they are clipped, and the weights after it."""
+    """One step's figures, the gradients before clipping, and the weights after the step."""
 
     loss: float
     norm: float
@@ -37,7 +36,7 @@ class Step:
 
 
 def plain_steps(folder: Path, samples: list[Sample]) -> Iterator[Step]:
-    """The steps as they are in the books: AdamW with SETTINGS on the loss of `policy_checks.make_loss`."""
+    """The textbook steps: AdamW with SETTINGS on the loss of `policy_checks.make_loss`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     groups = [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
@@ -61,11 +60,11 @@ def check_steps(
     masters: Callable[[Any], dict[str, Tensor]],
     expected: list[Step],
 ) -> None:
-    """The policy's next steps are those expected, on all ranks together, to float32 rounding.
+    """The policy's next steps are the expected ones, on all ranks together, to float32 rounding.
 
     Args:
-        gradient: a parameter's whole gradient, once backward is over.
-        masters: whole weights by name.
+        gradient: returns a parameter's whole gradient, once backward is over.
+        masters: returns whole weights by name.
     """
     batches = checks.own_batches(checks.make_samples(), 20, packing=True)
     assert len(batches) > 1
@@ -85,12 +84,12 @@ def check_steps(
 def update_and_look(
     policy: Any, batches: list[Any], gradient: Callable[[Any], Tensor | None], place: float, got: dict[str, Tensor]
 ) -> UpdateStats:
-    """An update that leaves its gradients, whole and not yet clipped, in `got`."""
+    """Makes an update, and puts its whole gradients, before clipping, into `got`."""
     apply = policy._step
 
     def look_and_apply(*arguments: Any) -> UpdateStats:
-        found = {name: gradient(p) for name, p in policy.named_parameters()}
-        got.update({name: g.detach().clone() for name, g in found.items() if g is not None})
+        gradients = {name: gradient(p) for name, p in policy.named_parameters()}
+        got.update({name: g.detach().clone() for name, g in gradients.items() if g is not None})
         return apply(*arguments)
 
     policy._step = look_and_apply

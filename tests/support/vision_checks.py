@@ -1,4 +1,4 @@
-"""What test_vision_ranks.py checks on two ranks: rows with images under FSDP2 and ZeRO-3 against one process."""
+"""Checks of rows with images under FSDP2 and ZeRO-3 against one process, for test_vision_ranks.py on two ranks."""
 
 import shutil
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from trainer.types import MicroBatch, Sample
 CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen"]
 CASES += ["fsdp shared", "zero3 shared", "packed critic", "shared critic"]
 KINDS = ["qwen2_5_vl", "llava", "qwen3_vl"]
-# Qwen3-VL's layers take features of images as well, which matters where they are cut.
+# Qwen3-VL's layers take image features as well, which matters only where ranks share a sequence.
 RUNS = [(kind, case) for kind, case in product(KINDS, CASES) if kind != "qwen3_vl" or case == "fsdp shared"]
 
 
 def add_head(folder: Path) -> None:
-    """Make a reward model of the model in `folder`, beside it."""
+    """Makes a reward model from the model in `folder`, beside it."""
     shutil.copytree(folder, target := folder.with_name(f"{folder.name}_reward"))
     weights = load_file(target / "model.safetensors")
     weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(4))
@@ -40,7 +40,7 @@ def add_head(folder: Path) -> None:
 
 
 def make_batches(samples: list[Sample], way: str) -> list[MicroBatch]:
-    """Each rank's own; or shared by both ranks, which may cut through an image."""
+    """Micro-batches of this rank's own rows, or shared by both ranks, which may cut through an image."""
     if way != "shared":
         batches = micro_batches(own_rows(samples), 60, 0, checks.CPU, packing=way != "padded")
         assert len(batches) > 1 and any(batch.images for batch in batches) == (rank() == 0)
@@ -49,17 +49,21 @@ def make_batches(samples: list[Sample], way: str) -> list[MicroBatch]:
     packs = [(batch.layout.pack, batch) for batch in batches if batch.layout.pack and batch.images]
     assert len(packs) < len(batches)  # some have no image
     ends = [(p.parts[0], sum(p.lengths[: i.row]) + i.start, i.length) for p, b in packs for i in b.images]
-    assert {(end > start) + (end >= start + size) for end, start, size in ends} == {0, 1, 2}  # after it, cut, before it
+    assert {(end > start) + (end >= start + size) for end, start, size in ends} == {
+        0,
+        1,
+        2,
+    }  # after, across, before the cut
     return batches
 
 
 def own_rows(samples: list[Sample]) -> list[Sample]:
-    """Rank 0 has all images, in two of three micro-batches; rank 1 has none."""
+    """This rank's rows: rank 0 has all images, in two of three micro-batches; rank 1 has none."""
     return [sample for sample in samples if bool(sample.images) == (rank() == 0)]
 
 
 def check_gradients(folder: Path, case: str) -> None:
-    """They are those of one process that has every row by itself, and none of what is frozen."""
+    """Gradients are those of one process that computes one row at a time; frozen parameters have none."""
     backend, way = case.split()
     settings: dict[str, Any] = {"freeze": ["vision"]} if way == "frozen" else {}
     if way == "recomputed":
@@ -85,7 +89,7 @@ def check_gradients(folder: Path, case: str) -> None:
 
 
 def check_critic(folder: Path, way: str) -> None:
-    """Values and gradients of a critic with a trunk of its own are those of a plain one with a linear head."""
+    """Values and gradients of a critic with a trunk of its own are those of a plain model with a linear head."""
     processor = ImageProcessor(str(folder))
     samples, critic = make_rows(processor), critic_checks.make_critic(folder)
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -106,6 +110,7 @@ def check_critic(folder: Path, way: str) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
+    """Runs every check on two ranks, and writes the results to the file `results`."""
     init_process_group(60, "cpu")
     todo: dict[str, Callable[[], None]] = {}
     for kind, case in RUNS:

@@ -1,4 +1,4 @@
-"""Which operations have the host wait for the device, and whose they are."""
+"""Counts the operations that make the host wait for the device, by the function that calls them."""
 
 import sys
 from collections import Counter
@@ -16,22 +16,21 @@ WAITING = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_scatter_backward", "masked_select",
     "nonzero", "repeat_interleave", "unique", "unique_consecutive", "unique_dim",
 }  # fmt: skip
-"""Operations whose result the host has to know, or its size."""
+"""Operations whose result, or its size, the host needs."""
 
 
 HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
-"""What tensors on a CPU answer without an operation."""
+"""Methods that tensors on a CPU answer without an operation."""
 
 
 class Waits:
-    """Counts, by the function of ours that asks for them, what has the host wait for the device.
+    """Counts the operations that make the host wait for the device, by the project's function that calls them.
 
-    Copies between the two are among them, unless they are asked not to wait. A tensor on the CPU stands for one on a
-    device.
+    Copies between host and device count, unless they are asynchronous. A tensor on the CPU stands for one on a device.
 
     Attributes:
-        found: functions -> how often they have had the host wait.
-        operations: how many were looked at.
+        found: function -> number of waits.
+        operations: number of operations that were inspected.
     """
 
     def __init__(self) -> None:
@@ -63,9 +62,9 @@ class _Operations(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    def __init__(self, found: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
         super().__init__()
-        self._found = found
+        self._found = counts
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in HOST_READS:
@@ -74,18 +73,18 @@ class _Reads(TorchFunctionMode):
 
 
 def waits(name: str, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether an operation is one of those."""
+    """Tells whether an operation makes the host wait."""
     if name in ("index", "index_put", "index_put_"):
         by = [index for index in args[1] if index is not None]
         return any(index.dtype in (torch.bool, torch.uint8) or index.device != args[0].device for index in by)
     if name in ("_to_copy", "copy_"):
-        places = {each.device.type for each in (*args, result) if isinstance(each, Tensor)}
+        places = {tensor.device.type for tensor in (*args, result) if isinstance(tensor, Tensor)}
         return len(places) > 1 and not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
     return name in WAITING
 
 
 def asked_by() -> str:
-    """`file:function` of the innermost frame that is the project's and no test's."""
+    """`file:function` of the innermost frame in the project's own packages."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         path = Path(frame.f_code.co_filename)

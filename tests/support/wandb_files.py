@@ -1,4 +1,4 @@
-"""W&B's own files, read back without W&B's service."""
+"""Reads W&B's own files without W&B's service."""
 
 import struct
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ _BLOCK, _WHOLE, _LAST = 32768, 1, 4
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Records (`wandb_internal_pb2.Record`) of a `.wandb` file: LevelDB's log behind seven bytes of its own."""
+    """Yields the records (`wandb_internal_pb2.Record`) of a `.wandb` file: LevelDB's log after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     log, at, data = file.read_bytes(), 7, b""
     assert log[:4] == b":W&B"
     while at + 7 <= len(log):
-        if (left := _BLOCK - at % _BLOCK) < 7:  # too little for a header: padding
+        if (left := _BLOCK - at % _BLOCK) < 7:  # too short for a header: padding
             at += left
             continue
         _checksum, length, kind = struct.unpack_from("<IHB", log, at)

@@ -1,4 +1,4 @@
-"""Finds words that stop a reader: docstrings that open in the middle of a thought, variables that are no nouns, twins.
+"""Finds words that stop a reader: docstrings that open in the middle of a thought, variables that are not nouns, twins.
 
 `python -m tests.support.words [FOLDER …]` prints them, and tests/unit/test_words.py limits their number.
 CONTRIBUTING.md has the rules.

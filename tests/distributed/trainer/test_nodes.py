@@ -10,7 +10,7 @@ from tests.support.nodes import missing
 
 def test_a_link_that_is_cut_for_5_s_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if why := missing():
-        pytest.skip(f"this machine cannot play several: {why}")
+        pytest.skip(f"this machine cannot simulate several: {why}")
     ended = nodes_run.main([str(tmp_path / "nodes"), "--nodes", "2", "--only", "cut"])
     said = capsys.readouterr().out
     assert ended == 0 and "equal, bit for bit: 4 steps on 2 nodes" in said, said

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from sharding import ranks
 from tests.support import policy_checks as checks
 from tests.support.launch import run_ranks
-from tests.support.simulated_ranks import told_alike
+from tests.support.simulated_ranks import same_message
 from tests.support.waits import Waits
 from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig, PolicyConfig
 from trainer.learning.batching import micro_batches
@@ -50,7 +50,7 @@ def test_no_micro_batch_waits_for_the_device(folder: Path, kind: str) -> None:
 def look_for_waits(kind: str, folder: str) -> None:
     """On the one rank that exists: an update of four micro-batches waits no more often than one of one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    ranks._swap = told_alike
+    ranks._swap = same_message
     learns = made(kind, ModelConfig(path=folder))
     for _ in range(2):
         update_waits(kind, learns, 2)  # ZeRO-3 learns in which order weights are wanted

@@ -36,7 +36,7 @@ from generation.server.dialects import add_event, as_chat, said_in
 from tests.conftest import ROOT
 from tests.support.bad_requests import GOOD, by_hand, from_schema
 from tests.support.colocated import HfPolicy, start_engine, stop
-from tests.support.hostile_requests import Hostile, complaint, known_cases, outside, send
+from tests.support.hostile_requests import Hostile, complaint, listed_cases, outside, send
 from tests.support.hostile_requests import from_schema as from_schema_hostile
 from tests.support.openai_clients import (
     ADD,
@@ -932,7 +932,7 @@ def test_hostile_requests_are_answered_with_a_sentence(
 
     ask_drawn(from_schema_hostile(schema), (count + 1) // 2)
     ask_drawn(outside(schema), count // 2)
-    for request in known_cases():
+    for request in listed_cases():
         for target in (server, free):
             ask(target, request)
     output = capfd.readouterr()

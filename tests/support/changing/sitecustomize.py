@@ -1,8 +1,8 @@
-"""On PYTHONPATH, it changes modules of a run once they are loaded, as variables of the environment ask:
+"""Patches modules of a run as they are loaded, when this folder is on PYTHONPATH. Environment variables choose what:
 
-HOTBUNK_TEST_PHASES=FOLDER        each rank writes the phase it is in to FOLDER/RANK, where a test sees it
-HOTBUNK_TEST_IMPORTS=FILE         each process notes in FILE the modules it imports to see images
-HOTBUNK_TEST_STALE=VERSION:TOKEN  with weights of that version, engines keep the token's embedding of the one before
+HOTBUNK_TEST_PHASES=FOLDER        each rank writes its current phase to FOLDER/RANK, where a test reads it
+HOTBUNK_TEST_IMPORTS=FILE         each process appends to FILE the modules for images that it imports
+HOTBUNK_TEST_STALE=VERSION:TOKEN  with weights of that version, engines keep the token's embedding of the previous one
 """
 
 import os
@@ -28,7 +28,7 @@ def announce_phases(module: ModuleType) -> None:
 
 
 def keep_a_row(module: ModuleType) -> None:
-    """After everything has been verified."""
+    """Has workers restore the previous version's embedding of one token, after everything has been verified."""
     receive, before = module.VllmInternalWorkerExtension._hotbunk_receive, []
     version, row = map(int, os.environ["HOTBUNK_TEST_STALE"].split(":"))
 
@@ -49,13 +49,13 @@ CHANGES = {
 
 
 def asked_for(name: str) -> Callable[[ModuleType], None] | None:
-    """The change of a module, if there is to be one in this process."""
+    """Returns the patch for a module, or None if this process is not to apply one."""
     asked, change = CHANGES.get(name, ("", None))
     return None if asked not in os.environ or (change is announce_phases and "RANK" not in os.environ) else change
 
 
 def change_what_is_loaded() -> None:
-    """In a rank that was forked."""
+    """Patches the modules that a forked rank has inherited already loaded."""
     for name in CHANGES:
         if change := asked_for(name):
             change(import_module(name))
@@ -67,7 +67,7 @@ OF_IMAGES = re.compile(
 
 
 class _Changer:
-    """Finds those modules where they are, and has them changed once they are loaded."""
+    """Finds the modules of CHANGES in their usual place, and patches each once it is loaded."""
 
     def find_spec(self, name: str, path: list[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if OF_IMAGES.fullmatch(name) and (noted := os.environ.get("HOTBUNK_TEST_IMPORTS")):

@@ -119,7 +119,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(folder: Folder, number: int
     case, expected = REFUSED[number]
     outcome = folder.judge(case, "--dry-run")
     assert not outcome.fault, outcome.fault
-    assert len(outcome.said) == 1 and expected in outcome.said[0], outcome.said
+    assert len(outcome.messages) == 1 and expected in outcome.messages[0], outcome.messages
 
 
 def test_nothing_drawn_at_random_is_met_with_a_traceback(folder: Folder) -> None:
