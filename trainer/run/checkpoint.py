@@ -125,7 +125,7 @@ def verify(path: Path) -> dict[str, Any]:
     Raises Damaged, the same on all ranks.
     """
     extra: dict[str, Any] = {}
-    with _same_message(Damaged, f"checkpoint {path} is damaged"):
+    with _told_alike(Damaged, f"checkpoint {path} is damaged"):
         extra = read_extra(path)
         digests = _read_digests(path)
         needed = [METADATA, *(f"rank_{number}.json" for number in range(extra["world_size"]))]
@@ -146,17 +146,17 @@ def load(path: Path, parts: Parts) -> dict[str, Any]:
     cannot be read.
     """
     extra: dict[str, Any] = {}
-    with _same_message(Damaged, f"checkpoint {path} cannot be read"):
+    with _told_alike(Damaged, f"checkpoint {path} cannot be read"):
         extra = read_extra(path)
     state = {name: part.state_dict() for name, part in parts.items()}
-    with _same_message(UserError, f"checkpoint {path} cannot be loaded"):
+    with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
         tensors, metadata = dict(_flat(state)), read_metadata(path)
         if difference := misfit(metadata, tensors):
             raise UserError(f"checkpoint {path} does not fit this model: {difference}")
         read_tensors(path, metadata, tensors)
     for name, part in parts.items():
         part.load_state_dict(state[name])
-    with _same_message(UserError, f"checkpoint {path} cannot be loaded"):
+    with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
         if extra["world_size"] == world_size():
             name = f"rank_{rank()}.json"
             restore_random_states(_read_json(path / name), name)
@@ -332,7 +332,7 @@ def _read_json(path: Path) -> Any:
 
 
 @contextmanager
-def _same_message(kind: type[UserError], beginning: str) -> Iterator[None]:
+def _told_alike(kind: type[UserError], beginning: str) -> Iterator[None]:
     """Run the block on every rank; whatever fails on any is raised on all, as the first such rank's sentence."""
     problem, cause = "", None
     try:
