@@ -1,4 +1,7 @@
-"""The command line: `hotbunk train|sft|eval|generate|… …`, also `python -m trainer …`; no torch until it is needed."""
+"""The commands of `hotbunk`, without torch until it is needed; of train and sft one rank: `hotbunk` starts those first.
+
+`torchrun … -m trainer train RECIPE` starts ranks as well.
+"""
 
 import argparse
 import json
@@ -21,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 import hotbunk_torchvision
 from generation.importing import without_collections
+from trainer.commands.launch import RANKS
 from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries, resolve_device
 from trainer.config.model_file import sees
@@ -236,7 +240,8 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=summary,
-            description=f"{summary.capitalize()}. Keys of the recipe are overridden by --section.key value (in YAML):",
+            description=f"{summary.capitalize()}.\n\n{RANKS}\n\n"
+            "Keys of the recipe are overridden by --section.key value (in YAML):",
             epilog=describe_keys(max(60, shutil.get_terminal_size((120, 24)).columns)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -98,7 +98,7 @@ def init_process_group(
     if _on_one_machine() and "RANK" in os.environ and is_main() and _is_open(int(os.environ["MASTER_PORT"])):
         say(
             f"port {os.environ['MASTER_PORT']}, where the ranks meet, is open to the network, and whoever reaches it "
-            "can do anything with this run: start it by bash scripts/train.sh, which listens on loopback only (or by "
+            "can do anything with this run: start it with hotbunk train, which listens on loopback only (or by "
             "python -m trainer.launcher in the place of torchrun)"
         )
 

@@ -2,7 +2,7 @@
 
     python -m trainer.launcher --nproc-per-node 2 -m trainer train RECIPE …
 
-It is what scripts/train.sh starts, once on each node, and takes torchrun's options. It differs from plain torchrun in:
+`hotbunk train` becomes this process, once on each node. It takes torchrun's options. It differs from plain torchrun in:
 
 - the rendezvous. torchrun's own listens on every interface (https://github.com/pytorch/pytorch/issues/173909) and, by
   default, unpickles whatever a connecting process has put there. Here launchers and ranks meet at a store bound to

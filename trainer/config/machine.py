@@ -51,7 +51,7 @@ def rank_count(environ: Mapping[str, str]) -> int:
 
 
 def _rank_problems(environ: Mapping[str, str]) -> Iterator[str]:
-    remedy = "unset it, or start by scripts/train.sh"
+    remedy = "unset it, or start the run with hotbunk train"
     given = {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     numbers = {name: int(text) for name, text in given.items() if re.fullmatch("[0-9]{1,6}", text)}
     for name, text in given.items():

@@ -2,7 +2,7 @@
 
     python -m trainer.run.supervisor RESTARTS LAUNCHER-ARGUMENTS …
 
-`RESTARTS=N bash scripts/train.sh RECIPE` starts it, once on each node. Each attempt is a launcher of its own, with a
+`RESTARTS=N hotbunk train RECIPE` becomes this process, once on each node. Each attempt is a launcher of its own, with a
 new store, and resumes from the newest sound checkpoint. torchrun's own `--max-restarts` would not do: it restarts
 whatever the cause, ends with its launcher, and hands the old store with its counters on to the new ranks.
 

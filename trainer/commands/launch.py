@@ -1,0 +1,115 @@
+"""Starts the ranks of `hotbunk train` and `hotbunk sft` on this machine.
+
+The process checks the recipe, then becomes the launcher of the ranks (`trainer/launcher.py`), or the supervisor above
+the launcher (`trainer/run/supervisor.py`).
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.errors import UserError, shown
+from trainer.run import processes
+
+RANKS = """\
+A rank is started for each GPU of this machine, or on CPU one rank; NPROC_PER_NODE sets
+another number. On several nodes, give the command on each of them with NNODES,
+NODE_RANK (0 on the first), MASTER_ADDR (the first node's address on a trusted network)
+and, where port 29500 is taken, MASTER_PORT. With RESTARTS=N a run that fails is started
+again, up to N times, from its newest checkpoint."""
+"""The environment variables that `launch` reads, for the commands' help."""
+
+_WITHOUT_RANKS = {"-h", "--help", "--dry-run", "--check"}
+
+
+def launch(argv: Sequence[str]) -> None:
+    """Replace this process with the launcher of the ranks; `argv` is `train` or `sft` with its arguments.
+
+    A mistake in the recipe ends the process with the exit code of the check. The function returns only for options that
+    are answered without ranks, with the number of ranks there would be in WORLD_SIZE. Raises UserError if one of the
+    environment variables is wrong.
+    """
+    count = _number("NPROC_PER_NODE", 1, 1024)
+    nodes, restarts = _number("NNODES", 1, 100000), _number("RESTARTS", 0, 1000000)
+    ranks = count if os.environ.get("NPROC_PER_NODE") else max(1, _count_gpus())
+    os.environ["PYTHONSAFEPATH"] = "1"  # the current folder may have a trainer, a generation or a sharding of its own
+    _set_default("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // ranks))
+    if _WITHOUT_RANKS.intersection(argv):
+        os.environ["WORLD_SIZE"] = str(nodes * ranks)
+        return
+    rendezvous = _rendezvous(nodes) if nodes > 1 else []
+    _check(argv, nodes * ranks)
+    # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after
+    # checkpoint.grace_s, so torchrun must only not be faster. It is a variable because older torchruns lack the flag.
+    _set_default("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600)
+    launcher = ["trainer.run.supervisor", str(restarts)] if restarts else ["trainer.launcher"]
+    per_node = ["--nproc-per-node", str(ranks)]
+    os.execv(sys.executable, [sys.executable, "-m", *launcher, *rendezvous, *per_node, "-m", "trainer", *argv])
+
+
+def _check(argv: Sequence[str], world_size: int) -> None:
+    """Check the recipe in another process, so that a mistake is reported once; leaves with its exit code if it fails.
+
+    SIGHUP, SIGINT and SIGTERM end the check and this process.
+    """
+
+    def leave(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, leave)
+    here = os.getpid()
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it through this process
+        processes.die_with(here)
+
+    command = [sys.executable, "-m", "trainer", *argv, "--check"]
+    environment = os.environ | {"WORLD_SIZE": str(world_size)}
+    with subprocess.Popen(command, env=environment, preexec_fn=begin) as check:
+        try:
+            code = check.wait()
+        finally:
+            check.kill()
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def _rendezvous(nodes: int) -> list[str]:
+    """The launcher's options for a run on several nodes."""
+    node, port = _number("NODE_RANK", 0, nodes - 1), _number("MASTER_PORT", 1, 65535, 29500)
+    address = os.environ.get("MASTER_ADDR")
+    if not address or not os.environ.get("NODE_RANK"):
+        raise UserError(f"with NNODES={nodes}, NODE_RANK and MASTER_ADDR must be set, too.")
+    first = ["--master-addr", address, "--master-port", str(port)]
+    return ["--nnodes", str(nodes), "--node-rank", str(node), *first]
+
+
+def _number(name: str, least: int, most: int, default: int | None = None) -> int:
+    """The number in an environment variable; unset or empty, it is `default`, or without one `least`."""
+    text = os.environ.get(name) or str(least if default is None else default)
+    if not re.fullmatch("0|[1-9][0-9]{0,6}", text) or not least <= int(text) <= most:
+        raise UserError(f"{name} is {shown(text)}: give it as a whole number from {least} to {most}.")
+    return int(text)
+
+
+def _set_default(name: str, value: int) -> None:
+    """Set an environment variable that is unset or empty."""
+    os.environ[name] = os.environ.get(name) or str(value)
+
+
+def _count_gpus() -> int:
+    """Counts the entries of CUDA_VISIBLE_DEVICES or, where that is unset, the GPUs that nvidia-smi lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in re.split("[,\n]", visible) if name])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
