@@ -131,7 +131,7 @@ def weights_host() -> str:
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
-    """The way that sync.way names; unsettled, staged. One's own is made with the device and a wait's deadline (s)."""
+    """The way that sync.way names; for auto, staged. One's own is made with the device and a wait's deadline (s)."""
     device, timeout = policy.device, config.sync.timeout_s
     match config.sync.way:
         case "staged" | "auto":

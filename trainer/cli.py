@@ -27,7 +27,7 @@ from generation.importing import without_collections
 from trainer.commands.launch import RANKS
 from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries, resolve_device
-from trainer.config.model_file import sees
+from trainer.config.model_file import is_multimodal
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
@@ -115,12 +115,12 @@ def _sees(argv: Sequence[str]) -> bool:
     words, overrides = split_overrides(list(argv))
     for path in map(Path, words[1:]):  # some may be no paths at all, such as a long --prompt
         recipe = path / "config.yaml" if os.path.isdir(path) else path
-        if sees(str(path)):
+        if is_multimodal(str(path)):
             return True
         if recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe):
             with suppress(UserError):  # which is told when the command reads it
                 config = load_config(recipe, overrides)
-                if config.data.max_images or sees(config.model.path):
+                if config.data.max_images or is_multimodal(config.model.path):
                     return True
     return False
 
@@ -214,7 +214,7 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         first, *others = get_args(annotation)
         table = next((other for other in others if isinstance(other, OneOf)), None)
-        return "|".join([*table.table, *["file.py:fn"] * table.own]) if table else _type(first)
+        return "|".join([*table.table, *["file.py:fn"] * table.custom]) if table else _type(first)
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     if get_origin(annotation) in (list, dict, tuple):

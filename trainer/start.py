@@ -15,7 +15,7 @@ from trainer.checks import check_budget, check_model, check_teacher
 from trainer.config.machine import resolve_device
 from trainer.config.placement import engine_workers
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import local_ranks, settled
+from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.data import PromptDataset, load_prompts, load_tokenizer
 from trainer.engines import end_token_ids, fetch_model, processor_arguments, rank_device, start_server, stop_engine
 from trainer.evaluation import load_held_outs
@@ -72,7 +72,7 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
         resources: closes everything again, however the run ends.
         doing: this rank's phase, for the screen.
     """
-    config, way = settled(config, world_size(), local_ranks(os.environ, world_size()))
+    config, way = with_chosen_way(config, world_size(), local_ranks(os.environ, world_size()))
     screen = Progress(config.run.steps, enabled=is_main())
     if way:
         screen.note(way)

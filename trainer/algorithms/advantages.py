@@ -1,8 +1,8 @@
-"""Advantages: how much better an answer was than what the policy usually says to the same prompt; their records.
+"""Advantages, which say how much better an answer is than the policy's usual ones to its prompt, and their records.
 
 Rewards are [P, G] of any floating dtype, masks [B, T], and results float32, 0 where masked. Groups of unequal size are
-given one at a time, as [1, G]. A turn is a run of trainable tokens: between two turns are
-masked ones, what a tool said or at least the template's. Rewards are summed from each turn or token on.
+passed one at a time, as [1, G]. A turn is a run of trainable tokens; between two turns are masked tokens, those of a
+tool's reply or at least of the template. The return of a turn or token sums the rewards from there on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ EPSILON = 1e-6
 
 
 def group_relative(rewards: Tensor, normalize_std: bool = True, epsilon: float = EPSILON) -> Tensor:
-    """Reward minus the group's mean, divided by the group's standard deviation where `normalize_std`.
+    """Reward minus the group's mean, divided by the group's standard deviation if `normalize_std`.
 
     With the division: GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2. Without: Dr. GRPO, Liu et al. 2025
     (arXiv:2503.20783), which shows that the division weighs prompts by their difficulty. The standard deviation is the
-    population's (divisor G), so that a group of one is defined; a group whose rewards are all equal says nothing and
-    gets exactly 0, whatever the rounding of its mean. [P, G]; divided by (standard deviation + epsilon).
+    population's (divisor G), so that a group of one is defined; a group whose rewards are all equal gets exactly 0,
+    whatever the rounding of its mean. Returns [P, G]; the divisor is standard deviation + epsilon.
     """
     rewards = rewards.float()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
@@ -29,7 +29,7 @@ def group_relative(rewards: Tensor, normalize_std: bool = True, epsilon: float =
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """`group_relative` without the division: REINFORCE++'s baseline divides by the step's spread, see `whiten`."""
+    """`group_relative` without the division: REINFORCE++'s baseline divides by the step's spread instead (`whiten`)."""
     return group_relative(rewards, normalize_std=False)
 
 
@@ -37,8 +37,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     """Reward minus the mean of the group's *other* rewards: a baseline that does not depend on the sample itself.
 
     RLOO, Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!"); Ahmadian et al. 2024
-    (arXiv:2402.14740). It is G / (G - 1) times the reward less the group's mean. Exactly 0 where all
-    rewards are equal, which includes a group of one.
+    (arXiv:2402.14740). It is G / (G - 1) times the reward minus the group's mean, and exactly 0 where all rewards are
+    equal, which includes a group of one.
     """
     size = rewards.shape[1]
     return group_relative(rewards, normalize_std=False) * (size / max(size - 1, 1))
@@ -48,8 +48,8 @@ def max_rl(rewards: Tensor) -> Tensor:
     """(reward - mean) / mean of the group: an estimate of the gradient of log(probability of success).
 
     MaxRL, Tajwar et al. 2026 (arXiv:2602.02710), theorem 2 and its control variate: with rewards of 0 and 1 it averages
-    over the successes alone, so a prompt counts the more the rarer its successes are. A group without any, or with
-    nothing else, gets exactly 0. No reward may be negative. [P, G], at least -1.
+    over the successes alone, so a prompt counts more the rarer its successes are. A group that has no successes, or
+    only successes, gets exactly 0. Raises ValueError for a negative reward. Returns [P, G], at least -1.
     """
     if rewards.numel() and rewards.min() < 0:
         raise ValueError(f"max_rl divides by the mean reward and needs rewards of at least 0, not {rewards.min():g}")
@@ -59,19 +59,19 @@ def max_rl(rewards: Tensor) -> Tensor:
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Several rewards, each made relative to its group by itself, then added: none drowns in another's scale.
+    """Normalises each of several rewards within its group, then adds them, so that their scales do not matter.
 
-    GDPO, Liu et al. 2026 (arXiv:2601.05242); the normalisation over the whole step which follows there is `whiten`.
+    GDPO, Liu et al. 2026 (arXiv:2601.05242), which then normalises over the whole step (`whiten`).
     Rewards [R, P, G] of R functions and their weights [R] give [P, G]; epsilon is added to each standard deviation.
     """
     return torch.stack([w * group_relative(r, True, epsilon) for r, w in zip(rewards, weights, strict=True)]).sum(dim=0)
 
 
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Count, sum and sum of squares: add them up over micro-batches and ranks, then `whiten`.
+    """Count, sum and sum of squares of values, to be added up over micro-batches and ranks for `whiten`.
 
-    Values and mask have any one shape (None: all of them count). [3] float64: in float32 the difference of two sums of
-    squares would be lost.
+    Values and mask have the same shape, whichever it is; without a mask all values count. Returns [3] float64, since in
+    float32 the difference of two sums of squares would be lost.
     """
     counted = values.detach().double().flatten() if mask is None else values.detach()[mask.bool()].double()
     count = torch.tensor(float(counted.numel()), dtype=torch.float64, device=values.device)
@@ -79,30 +79,33 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, total: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Values less their mean over the whole step, divided by their standard deviation (population's) + epsilon.
+    """Values minus their mean over the whole step, divided by their (population's) standard deviation + epsilon.
 
-    The global normalisation of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262): of every token's reward-to-go, or, in
-    its baseline variant, of `group_relative(..., normalize_std=False)`; also PPO's of its advantages. Values and mask
-    have any one shape; `total` [3] float64 is the sum of `moments` over everything the step trains on, all ranks. 0
-    everywhere if all values of the step are equal.
+    This is the global normalisation of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), which applies it to every
+    token's reward-to-go or, in its baseline variant, to `group_relative(..., normalize_std=False)`. PPO applies it to
+    its advantages. Values and mask have the same shape, whichever it is; `total` [3] float64 is the sum of `moments`
+    over everything that the step trains on, over all ranks. The result is 0 everywhere if all values are equal.
     """
     count, mean, square = total[0], total[1] / total[0].clamp(min=1), total[2] / total[0].clamp(min=1)
     variance = square - mean.square()
-    if count == 0 or variance <= 1e-13 * square:  # what equal values leave by rounding, not a spread
+    if count == 0 or variance <= 1e-13 * square:  # so small a variance is the rounding of equal values
         return torch.zeros_like(values, dtype=torch.float32)
     white = (values.detach().double() - mean) / (variance.sqrt() + epsilon)
     return torch.where(mask.bool(), white, 0.0).float()
 
 
 def informative(rewards: Tensor) -> Tensor:
-    """[P] bool: groups whose rewards [P, G] are not all equal. The others have no advantages (DAPO, equation 11)."""
+    """Marks the groups whose rewards [P, G] are not all equal, [P] bool. All others have no advantages.
+
+    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11.
+    """
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 
 def at_turn_ends(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Each turn's reward on the turn's last token.
+    """Puts each turn's reward on the turn's last token.
 
-    Rewards [B, K] in the order of turns, [B, T]; columns beyond a sequence's own turns are not looked at.
+    Rewards are [B, K] in the order of turns; columns beyond a sequence's number of turns are ignored. Returns [B, T].
     """
     spread = spread_over_turns(rewards, mask)
     following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
@@ -110,31 +113,31 @@ def at_turn_ends(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def at_sequence_end(rewards: Tensor, mask: Tensor) -> Tensor:
-    """An outcome's reward on the last trainable token; nowhere, where there is none. Rewards [B], [B, T]."""
+    """Puts rewards [B] of outcomes on each sequence's last trainable token, if it has one. Returns [B, T]."""
     remaining = mask.flip(1).cumsum(dim=1).flip(1)  # trainable tokens from here on
     return torch.where(mask.bool() & (remaining == 1), rewards.float().unsqueeze(1), 0.0)
 
 
 def spread_over_turns(values: Tensor, mask: Tensor) -> Tensor:
-    """Each turn's value on every token of the turn.
+    """Puts each turn's value on every token of the turn.
 
-    Values [B, K] in the order of turns, K at least the number of turns of any sequence, [B, T].
+    Values are [B, K] in the order of turns, where K is at least the number of turns of any sequence. Returns [B, T].
     """
     trained = mask.bool()
     before = torch.nn.functional.pad(trained[:, :-1], (1, 0))
     turn = (trained & ~before).long().cumsum(dim=1) - 1
     if turn.numel() and turn.max() >= values.shape[1]:
-        raise ValueError(f"a sequence has {int(turn.max()) + 1} turns, but values for only {values.shape[1]} are given")
+        raise ValueError(f"a sequence has {int(turn.max()) + 1} turns, but there are values for {values.shape[1]} only")
     return torch.where(trained, values.float().gather(1, turn.clamp(min=0)), 0.0)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """The discounted sum of rewards from here to the end: of tokens [B, T], or of turns [B, K].
+    """The discounted sum of rewards from each position to the end, of tokens [B, T] or of turns [B, K].
 
     R_t = r_t + gamma * R_(next unmasked position): masked positions neither carry rewards nor discount them, so an
-    outcome is worth the same to an earlier turn however much the tool between them said. Sutton and Barto 2018,
-    equation 3.8. REINFORCE++'s token-level return (arXiv:2501.03262) is this with gamma 1 on the outcome's reward
-    (`at_sequence_end`) plus the KL `penalty`. Rewards [B, T], gamma in 0..1; [B, T].
+    outcome is worth the same to an earlier turn however long the tool's reply between them is. Sutton and Barto 2018,
+    equation 3.8. REINFORCE++'s token-level return (arXiv:2501.03262) is this with gamma 1, applied to the outcome's
+    reward (`at_sequence_end`) plus the KL `penalty`. Rewards and result are [B, T], gamma is in 0..1.
     """
     trained = mask.bool()
     total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, gamma, 1.0))
@@ -142,12 +145,12 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, epsilon: float = EPSILON) -> Tensor:
-    """A turn's return relative to those of the same turn in the group's other samples.
+    """A turn's return relative to the returns of the same turn in the group's other samples.
 
     MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821), for any number of turns. Mean and (population's) standard deviation
-    are over the samples that got to this turn; where they are all alike, a single one included, it is exactly 0.
-    Returns [P, G, K], see `returns_to_go`; `taken` [P, G, K] is 1 where the sample has this turn. [P, G, K], which
-    `spread_over_turns` puts on tokens.
+    are over the samples that reach this turn; where their returns are all equal, or there is only one, the result is
+    exactly 0. `returns` [P, G, K] are those of `returns_to_go`; `taken` [P, G, K] is 1 where the sample has this turn.
+    The result [P, G, K] is put on tokens by `spread_over_turns`.
     """
     there, values = taken.bool(), returns.float()
     count = there.sum(dim=1, keepdim=True).clamp(min=1)
@@ -164,9 +167,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
     """Generalised advantage estimation over the trainable tokens, as if masked ones were not there.
 
     A_t = d_t + gamma * gae_lambda * A_next with d_t = r_t + gamma * V_next - V_t: Schulman et al. 2015
-    (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token A and V are 0, a truncated answer's too.
-    Rewards [B, T] on trainable tokens; values [B, T], at t that of the state in which token t was sampled, treated as
-    constant. Gives advantages, not whitened, and returns (advantages + values: what the critic is to learn), [B, T].
+    (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token A and V are 0, also of a truncated
+    answer. Rewards [B, T] are on trainable tokens. Values [B, T], treated as constant, are at t the value of the state
+    in which token t was sampled. Gives the advantages, not whitened, and the returns (advantages + values), which are
+    the critic's targets, both [B, T].
     """
     trained = mask.bool()
     values = torch.where(trained, values.detach().float(), 0.0)
@@ -179,18 +183,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 
 
 def likeness(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """How much likelier the teacher finds a token than the policy does: less each token's share of reverse KL.
+    """The teacher's log-probability of a token minus the policy's: minus the token's estimate of reverse KL.
 
-    On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an advantage, not discounted: Lu et al. 2025,
-    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation). [B, T], nats.
+    On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an undiscounted advantage: Lu et al. 2025,
+    "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation). Returns [B, T] in nats.
     """
     return torch.where(mask.bool(), -k1(old_logprobs, teacher_logprobs), 0.0)
 
 
 def _accumulate(values: Tensor, decay: Tensor) -> Tensor:
-    """out[t] = values[t] + decay[t] * out[t + 1] for [B, T], in log2(T) steps over whole tensors.
+    """Computes out[t] = values[t] + decay[t] * out[t + 1] for [B, T], in log2(T) steps over whole tensors.
 
-    After each round out[t] sums over twice as many positions, and decay[t] leads as far ahead.
+    After each round out[t] sums over twice as many positions, and decay[t] is the factor over as many.
     """
     reach = 1
     while reach < values.shape[1]:
@@ -202,15 +206,15 @@ def _accumulate(values: Tensor, decay: Tensor) -> Tensor:
 
 ADVANTAGES = {
     "group": Advantage(
-        group_relative, "minus the group's mean, over its standard deviation (GRPO)", turns=True, sums=True
+        group_relative, "rewards minus the group's mean, over its standard deviation (GRPO)", turns=True, sums=True
     ),
-    "leave_one_out": Advantage(leave_one_out, "minus the mean of the group's other answers (RLOO)"),
-    "max_rl": Advantage(max_rl, "minus the group's mean, over that mean: for success rates (MaxRL)", nonnegative=True),
-    "reinforce_pp": Advantage(returns_to_go, "of a token, against the whole step's (REINFORCE++)", whitened=True),
+    "leave_one_out": Advantage(leave_one_out, "rewards minus the mean of the group's other answers (RLOO)"),
+    "max_rl": Advantage(max_rl, "rewards minus the group's mean, over that mean (MaxRL)", nonnegative=True),
+    "reinforce_pp": Advantage(returns_to_go, "returns of tokens, whitened over the step (REINFORCE++)", whitened=True),
     "reinforce_pp_baseline": Advantage(
-        centred, "minus the group's mean, over the step's standard deviation", whitened=True, turns=True, sums=True
+        centred, "rewards minus the group's mean, over the step's deviation", whitened=True, turns=True, sums=True
     ),
-    "gae": Advantage(gae, "of a token, against what a critic expects (PPO)", whitened=True),
-    "distill": Advantage(likeness, "without any reward: how much likelier a teacher finds a token"),
+    "gae": Advantage(gae, "returns of tokens relative to a critic's values (PPO)", whitened=True),
+    "distill": Advantage(likeness, "no rewards: a teacher's log-probability of a token minus the policy's"),
 }
-"""The advantages that a recipe can name."""
+"""The advantages that a recipe can choose by name."""

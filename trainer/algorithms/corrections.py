@@ -1,9 +1,9 @@
-"""The engine and the trainer do not compute the same probabilities: how far apart they are, and what to do about it.
+"""Corrections for the difference between the probabilities that the engine and the trainer compute.
 
 Ratios of trainer to engine, of tokens or sequences, become *weights* that multiply the loss (truncated importance
-sampling), or decide which tokens are *kept* (masking), or both: weights from one level, what is kept from another.
-There are two ways to leave tokens out. Multiplied into the loss, the count it is divided by stays that of all tokens,
-as in the papers; multiplied into the mask before it is counted, the remaining tokens weigh more.
+sampling), or decide which tokens are *kept* (masking), or both, each at a level of its own.
+There are two ways to leave tokens out. If `kept` multiplies the loss, the divisor still counts all tokens, as in the
+papers; if it multiplies the mask before tokens are counted, the remaining tokens weigh more.
 """
 
 import torch
@@ -13,36 +13,36 @@ from trainer.algorithms.losses import log_ratio
 
 
 def rollout_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """Trainer's over engine's probability: of each token, their geometric mean over a sequence, or their product.
+    """Ratios of the trainer's to the engine's probability: per token, or their geometric mean or product per sequence.
 
-    `.clamp(max=cap)` makes truncated importance weights of it, which correct the gradient for samples drawn by another
-    distribution: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho of equation 1). Of tokens, between engine and
-    trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; of whole
-    sequences: Liu et al. 2025, "When speed kills stability" (unbiased except for the cap, and noisy). Log-probabilities
-    [B, T]: the trainer's before the step's first update, and the engine's under its sampling distribution. [B, T]
-    without gradient, 1 on masked tokens.
+    `.clamp(max=cap)` turns them into truncated importance weights, which correct the gradient for samples drawn from
+    another distribution: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho of equation 1). Per token, between
+    engine and trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; per
+    sequence: Liu et al. 2025, "When speed kills stability" (unbiased except for the cap, and noisy). Log-probabilities
+    are [B, T]: the trainer's before the step's first update, and the engine's under its sampling distribution. Returns
+    [B, T] without gradient, 1 on masked tokens.
     """
     return torch.exp(log_ratio(old_logprobs.detach(), engine_logprobs, mask, level))
 
 
 def within(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Whether ratios lie in [low, high], and so are kept.
+    """True where ratios lie in [low, high], so that their tokens are kept.
 
-    On tokens, with the ratio itself as weight: IcePop, Ling Team 2025 (arXiv:2510.18855), 0.5 to 5 for example. On
-    geometric means: a sequence is kept or left out as a whole, and the band has to be narrow, such as 0.99 to 1.01.
-    Ratios [B, T], see `rollout_ratios`; [B, T] bool.
+    Per token, with the ratio itself as weight, this is IcePop, Ling Team 2025 (arXiv:2510.18855), with 0.5 to 5 for
+    example. With geometric means a sequence is kept or left out as a whole, and the band has to be narrow, such as 0.99
+    to 1.01. Takes the ratios [B, T] of `rollout_ratios` and returns [B, T] bool.
     """
     return (ratios >= low) & (ratios <= high)
 
 
 def not_stale(logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """False for bad samples that the policy has moved away from: their gradient would only push it further.
+    """False for bad samples that the policy has moved away from, since their gradient would only push it further.
 
-    Off-policy sequence masking, DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 9: where A < 0 and the mean over the
-    sequence's trainable tokens of log(engine / policy) exceeds the threshold. Staleness of both kinds counts, that of
-    earlier updates in the step and that of the engine's kernels. Log-probabilities [B, T] under the policy as it is
-    now, and the engine's; advantages [B] or [B, T]; the threshold is above 0, nats a token. [B, T] bool: what to keep,
-    True on masked tokens.
+    Off-policy sequence masking, DeepSeek-V3.2, 2025 (arXiv:2512.02556), equation 9: False where A < 0 and the mean over
+    the sequence's trainable tokens of log(engine / policy) exceeds the threshold. This includes staleness from earlier
+    updates in the step as well as from the engine's kernels. Log-probabilities [B, T] are the current policy's and the
+    engine's; advantages are [B] or [B, T]; the threshold is above 0, in nats a token. Returns the tokens to keep,
+    [B, T] bool, True on masked tokens.
     """
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     divergence = -log_ratio(logprobs.detach(), engine_logprobs, mask, "geometric")
@@ -50,12 +50,15 @@ def not_stale(logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, mas
 
 
 def correction_sums(weights: Tensor, cap: float, kept: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The effect of a correction on a part of the step, to be added up over micro-batches and ranks.
+    """Sums that describe a correction's effect on a part of the step, to be added up over micro-batches and ranks.
 
-    `weights` [B, T] are ratios before they are capped, and `cap` their upper bound; `kept` [B, T] bool; mask [B, T].
-    Gives scalars: correction/tokens and correction/sequences (with a trainable token), of these
-    correction/dropped_tokens and correction/dropped_sequences (without a kept token), correction/capped tokens, and the
-    sums of capped weights and of their squares over the kept, correction/weight and correction/weight_squared.
+    `weights` [B, T] are ratios before they are capped, and `cap` is their upper bound; `kept` is [B, T] bool, and the
+    mask [B, T]. Returns scalars:
+
+    - correction/tokens and correction/sequences: trainable tokens, and sequences that have one;
+    - correction/dropped_tokens and correction/dropped_sequences: those that are not kept, or have no kept token;
+    - correction/capped: kept tokens whose weight is capped;
+    - correction/weight and correction/weight_squared: sums over kept tokens of capped weights, and of their squares.
     """
     trained = mask.bool()
     used = trained & kept
@@ -73,11 +76,12 @@ def correction_sums(weights: Tensor, cap: float, kept: Tensor, mask: Tensor) -> 
 
 
 def correction_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Shares of a step from the sums above; all 0 without tokens.
+    """Metrics of a step's correction, from the step's `correction_sums`; all are 0 without tokens.
 
-    correction/weight: mean over kept tokens, 1 where engine and trainer agree; correction/effective: Kish's effective
-    sample size of the weights as a share of the kept tokens; capped and dropped_tokens as shares of all tokens,
-    dropped_sequences of sequences.
+    - correction/weight: mean weight of kept tokens, 1 if engine and trainer agree;
+    - correction/effective: Kish's effective sample size of the weights, as a share of the kept tokens;
+    - correction/capped and correction/dropped_tokens: shares of all tokens;
+    - correction/dropped_sequences: share of all sequences.
     """
     tokens = sums["correction/tokens"]
     kept = max(tokens - sums["correction/dropped_tokens"], 1.0)

@@ -1,8 +1,9 @@
-"""Policy-gradient losses, one number a token, and what goes into them: importance ratios, entropy, values; records.
+"""Policy-gradient losses per token, with importance ratios, entropy bonus and value loss, and their records.
 
-A loss function takes `log_ratio` [B, T] and `logprobs` [B, T], which carry the gradient unless it says otherwise, and
-`advantages` [B] or [B, T], treated as constant. `clip_low` and `clip_high` are distances from 1, both >= 0. It returns
-the loss [B, T], which `aggregation` averages, and a mask [B, T] bool of the tokens on which its bounds took effect.
+A loss function takes `log_ratio` [B, T] and `logprobs` [B, T], which carry the gradient unless its docstring says
+otherwise, and `advantages` [B] or [B, T], treated as constant. `clip_low` and `clip_high` are distances from 1, both
+>= 0. It returns the loss [B, T], which `aggregation` averages, and a mask [B, T] bool of the tokens on which its bounds
+took effect.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """log(policy / old policy) for each token, or the same for all tokens of a sequence.
+    """log(policy / old policy) per token, or one value for all tokens of a sequence.
 
     - token: log p(y_t) - log p_old(y_t), as in PPO.
     - geometric: its mean over the sequence's trainable tokens, so that exp() is the geometric mean of their ratios:
@@ -26,18 +27,18 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str =
     - sequence: its sum, so that exp() is the ratio of the probabilities of the whole sequence, as in RLOO (Ahmadian et
       al. 2024, arXiv:2402.14740). It leaves any fixed band as sequences grow.
 
-    With the latter two a token has the sequence's value and the gradient of its own log-probability (GSPO-token,
-    equation 14). Averaged over the sequence for the geometric mean, or summed for the product, that is the gradient of
-    the sequence's own ratio, while advantages and corrections can still differ from token to token, and a token that is
-    weighted with 0 moves nothing.
+    With geometric and sequence, a token has the sequence's value and the gradient of its own log-probability
+    (GSPO-token, equation 14). Averaged over the sequence for geometric, or summed for sequence, that is the gradient of
+    the sequence's ratio. Advantages and corrections can still differ from token to token, and a token with weight 0
+    contributes nothing.
 
-    Log-probabilities [B, T] under the policy being trained, which carry the gradient, and under the policy to compare
-    with, treated as constant; what they hold where the mask [B, T] is 0 does not matter. Gives [B, T] within
+    Log-probabilities [B, T] are those of the policy being trained, which carry the gradient, and those of the policy to
+    compare with, treated as constant; their values where the mask [B, T] is 0 do not matter. Returns [B, T] within
     +-MAX_LOG_RATIO, 0 on masked tokens. Beyond the bound the gradient is 0.
     """
     trained = mask.bool()
     difference = torch.where(trained, logprobs - old_logprobs.detach(), 0.0)
-    if LEVELS[level].whole:
+    if LEVELS[level].by_answer:
         value = difference.detach().sum(dim=1, keepdim=True)
         if LEVELS[level].mean:
             value = value / trained.sum(dim=1, keepdim=True).clamp(min=1)
@@ -55,10 +56,10 @@ def clipped_surrogate(
     """The clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     Schulman et al. 2017 (arXiv:1707.06347), equation 7; different bounds below and above: DAPO, Yu et al. 2025
-    (arXiv:2503.14476), equation 8; with geometric ratios: GSPO (arXiv:2507.18071), equation 5. With `dual_clip` = c and
-    A < 0, max(the same min, c A): Ye et al. 2020 (arXiv:1912.09729), without which the loss of a token that has become
-    much more likely is unbounded. The gradient is 0 where clipped. `dual_clip` is a ratio above 1 + clip_high, such as
-    3 or 10.
+    (arXiv:2503.14476), equation 8; with geometric ratios: GSPO (arXiv:2507.18071), equation 5. With `dual_clip` = c,
+    tokens with A < 0 have -max(min(...), c A): Ye et al. 2020 (arXiv:1912.09729); otherwise the loss of a token that
+    has become much more likely is unbounded. The gradient is 0 where clipped. `dual_clip` is a ratio above
+    1 + clip_high, such as 3 or 10.
     """
     advantages = _per_token(advantages)
     ratio = torch.exp(log_ratio)
@@ -76,8 +77,8 @@ def cispo(
 ) -> tuple[Tensor, Tensor]:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the weight is clipped, and no token loses its gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), equations 4 and 5; `log_ratio` is treated as constant. The paper bounds
-    ratios above only: clip_low = 1. Common upper bounds of a ratio are 5 and more: clip_high = 4.
+    CISPO, MiniMax 2025 (arXiv:2506.13585), equations 4 and 5; `log_ratio` is treated as constant. The paper has only an
+    upper bound, so clip_low = 1. Common upper bounds are 5 and more, so clip_high = 4.
     """
     ratio = torch.exp(log_ratio.detach())
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -89,8 +90,8 @@ def sapo(
 ) -> tuple[Tensor, Tensor]:
     """-(4 / t) sigmoid(t (r - 1)) A: a smooth gate in place of clipping, of slope 1 at r = 1 and flat far from it.
 
-    SAPO, Gao et al. 2025 (arXiv:2511.20347). `sapo_temperatures` are t where A > 0, and elsewhere: the higher, the
-    sooner it is flat. Nothing is cut off.
+    SAPO, Gao et al. 2025 (arXiv:2511.20347). `sapo_temperatures` are t for A > 0 and t for other tokens: the higher t
+    is, the sooner the gate is flat. No token is clipped.
     """
     advantages = _per_token(advantages)
     temperature = torch.where(advantages > 0, *sapo_temperatures)
@@ -99,7 +100,7 @@ def sapo(
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """-A log p: the policy gradient itself, for samples of the policy as it is, one update a step.
+    """-A log p: the plain policy gradient, for samples of the current policy, with one update a step.
 
     REINFORCE, Williams 1992 (doi:10.1007/BF00992696).
     """
@@ -107,7 +108,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _per_token(advantages: Tensor) -> Tensor:
-    """[B, 1] or [B, T], without gradient."""
+    """Advantages as [B, 1] or [B, T], without gradient."""
     return (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).detach()
 
 
@@ -121,11 +122,11 @@ def entropy_bonus(entropy: Tensor, coefficient: float) -> Tensor:
 
 
 def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: float) -> float:
-    """The entropy that the given share of tokens has at least: their (1 - share) quantile, linearly interpolated.
+    """The least entropy of the share of tokens with the highest: the (1 - share) quantile, linearly interpolated.
 
-    The tokens are the trainable ones of the whole optimizer step and all ranks: with those of a micro-batch the choice
-    would depend on what else is in it. `nth_smallest` finds one of `count` entropies by its position from 0; the
-    paper's share is 0.2. In nats; infinity without tokens, so that none is chosen.
+    The tokens are all trainable ones of the optimizer step, over all ranks: within a micro-batch the choice would
+    depend on the other answers in it. `nth_smallest` returns one of the `count` entropies by its position from 0; the
+    paper's share is 0.2. Returns nats; infinity without tokens, so that none is chosen.
     """
     if count == 0:
         return math.inf
@@ -135,11 +136,11 @@ def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: f
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor:
-    """The tokens at which the policy decides something: those whose entropy reaches the threshold.
+    """Marks the tokens whose entropy reaches the threshold, at which the policy makes a choice.
 
-    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939). There the policy loss is multiplied by this mask, and
-    what it is divided by still counts all tokens. Entropies [B, T] in nats, `entropy_threshold`'s result; [B, T] bool,
-    False wherever the mask is 0.
+    Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), which multiplies the policy loss by this mask and
+    still divides by the count of all tokens. Takes entropies [B, T] in nats and the result of `entropy_threshold`.
+    Returns [B, T] bool, False wherever the mask is 0.
     """
     return (entropy.detach().double() >= threshold) & mask.bool()
 
@@ -151,10 +152,10 @@ def clipped_value_loss(
 
     PPO's reference implementation, as described by Engstrom et al. 2020 (arXiv:2005.12729), section 3.
 
-    Values [B, T] carry the gradient; old ones [B, T], from before the step's first update, and returns [B, T], what the
-    values should have been (see `advantages.gae`), are treated as constant. `clip` is how far a value may move from its
-    old one in a step, in the reward's unit; None: the plain square. Gives the loss [B, T], to be summed with weights
-    like any other, and the mask [B, T] bool of tokens on which clipping took effect, which have no gradient.
+    Values [B, T] carry the gradient. Old values [B, T], from before the step's first update, and returns [B, T], the
+    targets of the values (see `advantages.gae`), are treated as constant. `clip` is the largest change of a value from
+    its old one in a step, in units of reward; None: the plain square. Returns the loss [B, T], to be summed with
+    weights like any other, and the mask [B, T] bool of tokens on which clipping took effect, which have no gradient.
     """
     old_values, returns = old_values.detach(), returns.detach()
     loss = (values - returns).square()
@@ -165,16 +166,16 @@ def clipped_value_loss(
 
 
 LEVELS = {
-    "token": Level("each token's own (PPO)"),
-    "geometric": Level("the geometric mean over an answer's tokens (GSPO)", whole=True, mean=True),
-    "sequence": Level("the product over an answer's tokens: the ratio of the answer's probabilities", whole=True),
+    "token": Level("the ratio of each token (PPO)"),
+    "geometric": Level("the geometric mean over an answer's tokens (GSPO)", by_answer=True, mean=True),
+    "sequence": Level("the product over an answer's tokens: the ratio of the answer's probabilities", by_answer=True),
 }
-"""The levels of a ratio: of a token, or of a whole answer."""
+"""The levels of a ratio that a recipe can choose by name: a token, or a whole answer."""
 
 LOSSES = {
     "clip": Loss(clipped_surrogate, "clipped ratios (PPO, GRPO, DAPO)", band=True),
-    "cispo": Loss(cispo, "the policy gradient, its weights clipped (CISPO)"),
+    "cispo": Loss(cispo, "the policy gradient with clipped weights (CISPO)"),
     "sapo": Loss(sapo, "soft gates in place of clipping (SAPO)"),
     "reinforce": Loss(reinforce, "the plain policy gradient, without ratios: one update a step"),
 }
-"""The losses that a recipe can name."""
+"""The losses that a recipe can choose by name."""

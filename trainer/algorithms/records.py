@@ -1,12 +1,12 @@
-"""The functions that a recipe chooses by name: a record of each says what it needs, and what its name means.
+"""Records of the functions that a recipe chooses by name: each says what the function needs and what its name means.
 
-A function's parameters are named for what they are given: tensors of the step, and keys of the recipe's section
-`algorithm`. So its signature says what it needs (one that takes `values` needs a critic), and whoever has to know asks
-its record. The tables of records are at the end of `advantages`, `losses`, `kl` and `aggregation`. A function of the
-user's, `pkg.mod:fn` or `file.py:fn`, has a record like any other.
+The parameters of a function have the names of their arguments: tensors of the step, and keys of the recipe's section
+`algorithm`. Its signature therefore says what it needs (a function that takes `values` needs a critic), and the record
+answers questions about it. The tables of records are at the end of `advantages`, `losses`, `kl` and `aggregation`. A
+function of the user's, `pkg.mod:fn` or `file.py:fn`, has a record like any other.
 
-Recipes are checked by the records, and without torch, although a record is beside its function: those modules take
-`torch` from here, which is imported when a function first computes.
+Recipes are checked by the records without importing torch, although each record stands beside its function: those
+modules take `torch` from here, which is imported when a function first computes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ else:
 
 @dataclass(frozen=True)
 class Record:
-    """A function that a recipe can name."""
+    """A function that a recipe can choose by name."""
 
     function: Callable[..., Any]
-    meaning: str  # of its name, in one line, for --help
-    own: str = ""  # where it is the user's, the key and the name, with which its errors begin
+    meaning: str  # one line for --help
+    source: str = ""  # of a user's function: the key and the name, with which its errors begin
     OFFERED: ClassVar[tuple[str, ...]] = ()  # the tensors that it may take
     RETURNS: ClassVar[str] = "a tensor"  # the tensors that it returns, in words; `outputs` is their number
 
@@ -51,7 +51,7 @@ class Record:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The parameters that may be left out, and their values."""
+        """The default values of the parameters that have one, by name."""
         return {name: p.default for name, p in self.parameters.items() if p.default is not p.empty}
 
     @property
@@ -68,76 +68,76 @@ class Record:
         return name in self.parameters
 
     def check_signature(self, keys: Collection[str]) -> None:
-        """Raise UserError unless a function of the user's can be called with what is offered, and with `keys`."""
+        """Raises UserError if a user's function asks for anything but the offered tensors and `keys`."""
         try:
             parameters = self.parameters.values()
         except (TypeError, ValueError) as error:
-            raise UserError(f"{self.own} does not say what it takes: name a Python function") from error
+            raise UserError(f"{self.source} has no signature to read: name a Python function") from error
         offered = self.offered
         for parameter in parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise UserError(f"{self.own} takes {parameter}, but is called by name: give each parameter a name")
+                raise UserError(f"{self.source} takes {parameter}, but is called by name: give each parameter a name")
             if parameter.name not in (*offered, *keys, *self.defaults):
                 without = " without mask" if parameter.name in self.OFFERED else ""
                 raise UserError(
-                    f"{self.own} asks for {parameter.name}, but{without} is given {', '.join(offered)} and keys of the "
+                    f"{self.source} asks for {parameter.name}, but{without} gets {', '.join(offered)} and keys of the "
                     "section algorithm: take one of these, or give it a default"
                 )
 
     def __call__(self, keys: Mapping[str, Any], **tensors: Tensor | None) -> Any:
-        """Call the function with those of `tensors` and `keys` that it takes; null leaves a default as it is.
+        """Calls the function with those of `tensors` and `keys` that it takes; None leaves a default in force.
 
-        Raises UserError for whatever a function of the user's does wrong.
+        Raises UserError for whatever a user's function does wrong.
         """
-        given = {name: tensors.get(name, keys.get(name)) for name in self.parameters}
-        given = {name: value for name, value in given.items() if value is not None or name not in self.defaults}
-        if not self.own:
-            return self.function(**given)
+        arguments = {name: tensors.get(name, keys.get(name)) for name in self.parameters}
+        arguments = {name: value for name, value in arguments.items() if value is not None or name not in self.defaults}
+        if not self.source:
+            return self.function(**arguments)
         try:
-            result = self.function(**given)
+            result = self.function(**arguments)
         except Exception as error:
             stack, file = traceback.extract_tb(error.__traceback__)[1:], inspect.getfile(self.function)
             line = next((f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), "")
-            raise UserError(f"{self.own} raised {type(error).__name__}{line}: {error}") from error
-        self._check_result(result, [tensor for name in given if (tensor := tensors.get(name)) is not None])
+            raise UserError(f"{self.source} raised {type(error).__name__}{line}: {error}") from error
+        self._check_result(result, [tensor for name in arguments if (tensor := tensors.get(name)) is not None])
         return result
 
     def _check_result(self, result: Any, inputs: list[Tensor]) -> None:
-        found = result if isinstance(result, tuple) else (result,)
-        if len(found) != self.outputs or not all(isinstance(each, torch.Tensor) for each in found):
-            kinds = ", ".join(type(each).__name__ for each in found)
-            raise UserError(f"{self.own} returned {kinds}, but should return {self.RETURNS}")
-        for each in found:
-            if each.shape != inputs[0].shape:
-                shapes = f"{list(each.shape)} for tensors of shape {list(inputs[0].shape)}"
-                raise UserError(f"{self.own} returned a tensor of shape {shapes}, but should return {self.RETURNS}")
-        if any(tensor.requires_grad for tensor in inputs) and not found[0].requires_grad:
-            raise UserError(f"{self.own} returned a loss without a gradient: compute it from log_ratio or logprobs")
-        if all(each.isfinite().all() for each in inputs) and (bad := sum(int((~e.isfinite()).sum()) for e in found)):
-            count = sum(each.numel() for each in found)
-            raise UserError(
-                f"{self.own} returned {bad} of {count} values that are not finite, all it was given being so"
-            )
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != self.outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
+            kinds = ", ".join(type(output).__name__ for output in outputs)
+            raise UserError(f"{self.source} returned {kinds}, but should return {self.RETURNS}")
+        for output in outputs:
+            if output.shape != inputs[0].shape:
+                shapes = f"{list(output.shape)} for tensors of shape {list(inputs[0].shape)}"
+                raise UserError(f"{self.source} returned a tensor of shape {shapes}, but should return {self.RETURNS}")
+        if any(tensor.requires_grad for tensor in inputs) and not outputs[0].requires_grad:
+            raise UserError(f"{self.source} returned a loss without a gradient: compute it from log_ratio or logprobs")
+        if all(value.isfinite().all() for value in inputs) and (
+            bad := sum(int((~o.isfinite()).sum()) for o in outputs)
+        ):
+            count = sum(output.numel() for output in outputs)
+            raise UserError(f"{self.source} returned {bad} of {count} values that are not finite for finite inputs")
 
 
 @dataclass(frozen=True)
 class Advantage(Record):
     """An estimator of how much better an answer or a token was than expected.
 
-    One that takes `mask` works on tokens: all tensors are [B, T], rewards on the tokens that end a turn or the episode.
-    Any other compares the answers of a group: rewards [1, G].
+    A function that takes `mask` works on tokens: all tensors are [B, T], and rewards are on the tokens that end a turn
+    or the episode. Any other function compares the answers of a group, whose rewards are [1, G].
     """
 
-    whitened: bool = False  # the mean and the spread of the whole step are taken out of it
+    whitened: bool = False  # its results are normalised over the whole step
     turns: bool = False  # in a group, it also compares turns, with `advantages.turn_relative`
     sums: bool = False  # it also compares several rewards one by one, with `advantages.normalize_then_sum`
     nonnegative: bool = False  # rewards must be at least 0
     OFFERED = ("rewards", "mask", "values", "old_logprobs", "teacher_logprobs")
-    RETURNS = "advantages of the shape of what it takes, and with a critic's values a pair of advantages and returns"
+    RETURNS = "advantages of the shape of its inputs, or, if it takes values, a pair of advantages and returns"
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """For answers of a group, only their rewards."""
+        """The tensors that it may take; without a mask only rewards."""
         return self.OFFERED if self.by_token else ("rewards",)
 
     @property
@@ -146,28 +146,28 @@ class Advantage(Record):
 
     @property
     def by_token(self) -> bool:
-        """True if it works on tokens rather than on the answers of a group."""
+        """True if it works on tokens instead of the answers of a group."""
         return self.takes("mask")
 
     @property
     def compares(self) -> bool:
-        """True if it compares the answers to a prompt with each other."""
+        """True if it compares the answers to one prompt with each other."""
         return self.takes("rewards") and not self.by_token
 
     @property
     def by_turn(self) -> bool:
-        """True if turns can be rewarded by themselves."""
+        """True if each turn can have rewards of its own."""
         return self.takes("rewards") and (self.by_token or self.turns)
 
 
 @dataclass(frozen=True)
 class Loss(Record):
-    """A policy gradient's loss for each token, [B, T] like all that it is given."""
+    """A policy-gradient loss per token, [B, T] like all its inputs."""
 
-    # its bounds are a band of ratios around 1, to which the gap between engine and trainer is compared
+    # its bounds are a band of ratios around 1, with which the gap between engine and trainer is compared
     band: bool = False
     OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")
-    RETURNS = "a loss and a mask of the tokens it has bounded, both of the shape of what it takes"
+    RETURNS = "a loss and a mask of the tokens it has bounded, both of the shape of its inputs"
 
     @property
     def outputs(self) -> int:
@@ -175,22 +175,22 @@ class Loss(Record):
 
     @property
     def has_ratios(self) -> bool:
-        """True if it uses the policy's change since it sampled."""
+        """True if it uses the ratio of the policy to the old policy."""
         return self.takes("log_ratio") or self.takes("old_logprobs")
 
 
 @dataclass(frozen=True)
 class Estimator(Record):
-    """An estimate of KL for each token."""
+    """An estimator of KL per token."""
 
-    in_loss: bool = True  # its gradient is of use
+    in_loss: bool = True  # its gradient is useful
     in_reward: bool = False  # its expectation is exact
 
 
 @dataclass(frozen=True)
 class Level:
-    """The level of a ratio: that of a token, or of a whole answer, in which case all its tokens have the same."""
+    """The level at which a ratio is computed: per token, or per answer, whose tokens then all have the same ratio."""
 
-    meaning: str  # of its name, in one line, for --help
-    whole: bool = False
-    mean: bool = False  # of an answer it is the geometric mean over tokens, and otherwise their product
+    meaning: str  # one line for --help
+    by_answer: bool = False
+    mean: bool = False  # the geometric mean over tokens, not their product

@@ -26,7 +26,7 @@ from generation.engine.devices import DRIVERS, driver_version, gpu_visible
 from trainer.config.checks import find_problems
 from trainer.config.machine import ALLOCATOR_VARIABLES, without_expandable_segments
 from trainer.config.recipe import load_config
-from trainer.config.ways import local_ranks, settled
+from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
@@ -273,7 +273,7 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
         yield Finding("recipe", str(path), "a recipe that fits the machine", "failed", problem)
     if any(problem.startswith("model.path") for problem in problems):
         return
-    config, _ = settled(config, ranks, local_ranks(environ, ranks))
+    config, _ = with_chosen_way(config, ranks, local_ranks(environ, ranks))
     model = model_sizes(config, config.model.path, config.lora)
     total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]

@@ -19,7 +19,7 @@ from trainer.config.placement import engine_workers, generating_ranks, training_
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age, prompts_ahead
-from trainer.config.ways import local_ranks, settled
+from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.layouts import comparison
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
         problems = [problem for problem in problems if not problem.startswith("run.device")]
     if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
         raise UserError(*problems)  # nothing can be worked out without the model's sizes
-    config, _ = settled(config, ranks, local_ranks(os.environ, ranks))
+    config, _ = with_chosen_way(config, ranks, local_ranks(os.environ, ranks))
     total = arguments.device_gib or (gpu.memory_gib if gpu else None)
     if total is None:
         cuda = resolve_device(config) == "cuda" and cuda_problem() is None

@@ -14,7 +14,7 @@ from generation.images import ImageLimits, ImageProcessor, ImageRules
 from generation.loopback import is_loopback
 from generation.server import OpenAIServer, ServerSettings
 from trainer.commands.generate import add_model_arguments, engine_settings
-from trainer.config.model_file import model_config, sees
+from trainer.config.model_file import is_multimodal, model_config
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
 from trainer.engines import end_token_ids, on_checkpoint
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _image_rules(model: str, tokenizer: "PreTrainedTokenizerBase", arguments: argparse.Namespace) -> ImageRules | None:
     model_config(model)  # fetched, where it is on the hub
-    if not sees(model):
+    if not is_multimodal(model):
         return None
     try:
         processor = ImageProcessor(model, tokenizer)

@@ -1,8 +1,8 @@
-"""An Accelerate YAML file, as people have it for TRL and others, in the keys of `policy`.
+"""Translation of an Accelerate YAML file, as people have it for TRL and others, into the keys of `policy`.
 
-Keys of the launcher (how many processes, where they meet) are for whatever starts the ranks. Every other key is
-translated, or refused by the name of the key that takes its place. Accelerate's own loader reads the file, and values
-are taken from its plugins, so that defaults and spellings are Accelerate's.
+Keys of Accelerate's launcher (the number of processes, their addresses) are ignored. Every other key is either
+translated or refused with the name of the key that takes its place. Accelerate's own loader and plugins read the file,
+so that defaults and spellings are Accelerate's.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _LAUNCHER = (
     "main_process_port", "main_training_function", "num_machines", "num_processes", "rdzv_backend", "same_network",
     "use_cpu",
 )  # fmt: skip
-_NO_MATTER = {  # here it is so anyway, or it makes no difference to what is computed
+_NO_MATTER = {  # keys whose effect Hotbunk has anyway, or that change nothing in the results
     "fsdp_config": (
         "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_cpu_ram_efficient_loading", "fsdp_forward_prefetch",
         "fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap",
@@ -50,13 +50,13 @@ _RESHARD = {True: True, "FULL_SHARD": True, False: False, "SHARD_GRAD_OP": False
 
 
 def policy_keys(path: Path) -> dict[str, Any]:
-    """The keys of `policy` that the file comes to. Raises UserError with a sentence for each key that has none."""
+    """The keys of `policy` for the file at `path`. Raises UserError with a sentence for each untranslatable key."""
     try:
         loaded = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"policy.accelerate_config: {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
-        raise UserError(f"policy.accelerate_config: {path} is not a mapping of keys, as `accelerate config` writes it")
+        raise UserError(f"policy.accelerate_config: {path} is not a mapping of keys such as `accelerate config` writes")
     begins = f"policy.accelerate_config: {path} has"
     obstacles = [(key, value, _obstacle(key, value)) for key, value in _flat(loaded)]
     if any(why for _, _, why in obstacles):
@@ -66,22 +66,22 @@ def policy_keys(path: Path) -> dict[str, Any]:
     try:
         return _translated(load_config_from_file(str(path)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{begins} a value that cannot be taken: {' '.join(str(error).split())}") from error
+        raise UserError(f"{begins} a value that cannot be used: {' '.join(str(error).split())}") from error
 
 
 def _flat(loaded: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys that mean something to the policy, with those of the section for its kind of sharding."""
+    """Yields the keys that concern the policy, including those of the section for its kind of sharding."""
     unused = {"FSDP": "deepspeed_config", "DEEPSPEED": "fsdp_config"}.get(str(loaded.get("distributed_type")))
     for key, value in loaded.items():
         if key in _NO_MATTER and isinstance(value, dict):
             if key != unused:
-                yield from ((inner, each) for inner, each in value.items() if inner not in _NO_MATTER[key])
+                yield from ((inner, setting) for inner, setting in value.items() if inner not in _NO_MATTER[key])
         elif key not in _LAUNCHER and not str(key).startswith("tpu_"):
             yield str(key), value
 
 
 def _obstacle(key: str, value: Any) -> str:
-    """The rest of a sentence that refuses a key which is not translated; empty where it asks for nothing."""
+    """The end of a sentence that refuses a key which is not translated; empty if the key asks for nothing."""
     if key in _TRANSLATED or value is None or str(value).strip().lower() in _OFF:
         return ""
     if key == "gradient_accumulation_steps" and value == 1:
@@ -90,12 +90,12 @@ def _obstacle(key: str, value: Any) -> str:
 
 
 def _translated(config: "ClusterConfig") -> dict[str, Any]:
-    """The keys of `policy` for Accelerate's configuration. Raises ValueError, which names ours, for other values."""
+    """The keys of `policy` for Accelerate's configuration. Raises ValueError for values that it cannot express."""
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     kind, precision = str(config.distributed_type.value), config.mixed_precision
     if kind not in _BACKENDS:
-        raise ValueError(f"distributed_type is {kind}, but policy.backend knows {', '.join(_BACKENDS)} only")
+        raise ValueError(f"distributed_type is {kind}, but policy.backend covers {', '.join(_BACKENDS)} only")
     keys: dict[str, Any] = {"backend": _BACKENDS[kind]}
     if precision is not None:
         if str(precision) not in _DTYPES:
@@ -113,8 +113,8 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
         strategy: Any = fsdp.sharding_strategy if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
         if (name := getattr(strategy, "name", strategy)) not in _RESHARD:
             raise ValueError(
-                f"fsdp_sharding_strategy is {name}, but policy.reshard_after_forward is true or false; copies on each "
-                "machine are policy.shard_size's"
+                f"fsdp_sharding_strategy is {name}, but policy.reshard_after_forward is true or false; for a copy on "
+                "each machine set policy.shard_size"
             )
         keys["reshard_after_forward"] = _RESHARD[name]
         keys["activation_checkpointing"] = "full" if fsdp.activation_checkpointing else "none"
@@ -129,7 +129,7 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
             raise ValueError(f"zero_stage is {zero.zero_stage}, but policy.zero_stage is 1, 2 or 3")
         if zero.offload_optimizer_device not in ("none", "cpu"):
             device = zero.offload_optimizer_device
-            raise ValueError(f"offload_optimizer_device is {device}, but policy.offload_optimizer knows cpu and none")
+            raise ValueError(f"offload_optimizer_device is {device}, but policy.offload_optimizer covers cpu and none")
         keys |= {"zero_stage": zero.zero_stage, "offload_optimizer": zero.offload_optimizer_device == "cpu"}
         if zero.gradient_clipping not in (None, "auto"):
             keys["max_grad_norm"] = float(zero.gradient_clipping)

@@ -1,4 +1,4 @@
-"""The section `algorithm` of a recipe: a key for every choice, presets that set keys as papers do, what goes together.
+"""The section `algorithm` of a recipe: its keys, the presets that set them as papers do, and the checks between keys.
 
 The names stand for the functions of `trainer.algorithms`, whose records say what each needs. No torch is imported.
 """
@@ -15,14 +15,14 @@ from trainer.algorithms.aggregation import AGGREGATIONS
 from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.losses import LEVELS, LOSSES
 from trainer.algorithms.records import Advantage, Loss, Record
-from trainer.config.section import Held, NotNegative, OneOf, Portion, Positive, Section, Share, Softness, Text, key
+from trainer.config.section import NotNegative, OneOf, Portion, Positive, Section, Share, Size, Softness, Text, key
 from trainer.errors import UserError
 
 R = TypeVar("R", bound=Record)
 
 
 class Preset:
-    """A paper's choices: whose they are, and the keys that they set."""
+    """The choices of a paper: its citation, and the keys that it sets."""
 
     def __init__(self, meaning: str, **keys: Any) -> None:
         self.meaning, self.keys = meaning, keys
@@ -48,7 +48,7 @@ PRESETS = {
         "Zheng et al. 2025 (arXiv:2507.18071); set batch.updates_per_step to 4",
         ratio_level="geometric", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean",
     ),
-    # Section 3.1: no bound below; the one above, tuned there, is not given.
+    # Section 3.1: no lower bound; the paper does not state the upper one, which it tuned.
     "cispo": Preset(
         "MiniMax 2025 (arXiv:2506.13585)", loss="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"
     ),
@@ -65,7 +65,7 @@ PRESETS = {
         kl_estimator="k1", kl_in="reward",
     ),
     "reinforce_pp_baseline": Preset(
-        "the same with the group's mean as baseline",
+        "REINFORCE++ with the group's mean as baseline",
         advantage="reinforce_pp_baseline", clip_low=0.2, clip_high=0.2, aggregation="token_mean", kl_coef=1e-3,
         kl_estimator="k2",
     ),
@@ -87,7 +87,7 @@ PRESETS = {
 """The values of `algorithm.preset`."""
 
 LOSS_KEYS = {name for loss in LOSSES.values() for name in loss.defaults}
-"""The keys that only some losses have: null everywhere else."""
+"""The keys that only some losses have; they are null for all other losses."""
 
 PRESET_KEYS = {name for preset in PRESETS.values() for name in preset.keys} | LOSS_KEYS
 """The keys that a preset may set."""
@@ -96,115 +96,115 @@ RatioLevel = Annotated[str, OneOf(LEVELS)]
 
 
 class AlgorithmConfig(Section):
-    """How rewards become a loss. A preset sets keys as its paper does; a key set beside it takes precedence."""
+    """The algorithm that turns rewards into a loss. A preset sets keys as its paper does; keys set beside it win."""
 
-    preset: Annotated[str, OneOf(PRESETS)] | None = key(None, "start from a paper's choices; null: from those below")
-    group_size: Held = key(8, "answers for each prompt; 1 only where they are not compared")
-    num_iterations: Held = key(1, "passes over each step's batch")
+    preset: Annotated[str, OneOf(PRESETS)] | None = key(None, "paper whose choices are the defaults; null: those below")
+    group_size: Size = key(8, "answers per prompt; 1 only if answers are not compared")
+    num_iterations: Size = key(1, "passes over each step's batch")
 
-    advantage: Annotated[str, OneOf(ADVANTAGES, own=True)] = key(
-        "group", "the reward, or what is expected of it, relative to others; or your own function"
+    advantage: Annotated[str, OneOf(ADVANTAGES, custom=True)] = key(
+        "group", "how rewards become advantages; or your own function"
     )
     teacher: Text | None = key(None, "model with the same tokenizer to learn from (advantage: distill)")
     normalize_std: bool = key(True, "divide a group's advantages by their standard deviation (advantage: group)")
     combine_rewards: Literal["sum", "normalize_then_sum"] = key(
-        "sum", "several reward functions",
-        sum="their weighted sum is the reward", normalize_then_sum="each is made relative to its group first (GDPO)",
+        "sum", "how the rewards of several functions are combined",
+        sum="by their weighted sum", normalize_then_sum="each is normalised within its group, then summed (GDPO)",
     )  # fmt: skip
     credit: Literal["outcome", "turns"] = key(
-        "outcome", "what of an episode is rewarded",
-        outcome="all of it, by one reward", turns="each turn, by its own rewards and those of later turns",
+        "outcome", "unit of an episode that is rewarded",
+        outcome="the episode, by one reward", turns="each turn, by its rewards and those of later turns",
     )  # fmt: skip
-    gamma: Share = key(1.0, "discount of rewards from turn to turn, or from token to token where those count")
+    gamma: Share = key(1.0, "discount of rewards per turn, or per token if advantages are computed per token")
     gae_lambda: Share = key(0.95, "lambda of generalised advantage estimation (advantage: gae)")
 
-    loss: Annotated[str, OneOf(LOSSES, own=True)] = key("clip", "the loss of a token; or your own function")
-    ratio_level: RatioLevel = key("token", "importance ratio of policy to old policy in the loss")
-    clip_low: Share | None = key(None, "ratios below 1 - clip_low are bounded; null: 0.2 for clip, 1 for cispo")
+    loss: Annotated[str, OneOf(LOSSES, custom=True)] = key("clip", "loss of each token; or your own function")
+    ratio_level: RatioLevel = key("token", "level of the importance ratio of policy to old policy in the loss")
+    clip_low: Share | None = key(None, "lower bound of ratios is 1 - clip_low; null: 0.2 for clip, 1 for cispo")
     clip_high: NotNegative | None = key(
-        None, "ratios above 1 + clip_high are bounded; null: 0.28 for clip, 4 for cispo"
+        None, "upper bound of ratios is 1 + clip_high; null: 0.28 for clip, 4 for cispo"
     )
-    dual_clip: Positive | None = key(None, "upper bound of ratios where advantages are negative, such as 3; null: none")
+    dual_clip: Positive | None = key(None, "upper bound of ratios for negative advantages, such as 3; null: none")
     sapo_temperatures: tuple[Softness, Softness] | None = key(
-        None, "of positive and of other advantages; null: 1 and 1.05 for sapo"
+        None, "temperatures for positive and for other advantages; null: 1 and 1.05 for sapo"
     )
     value_clip: Positive | None = key(
-        0.2, "how far a value may move from its old one, in rewards; null: any distance (advantage: gae)"
+        0.2, "largest change of a value from its old one, in units of reward; null: any (advantage: gae)"
     )
     value_coef: Positive = key(0.5, "weight of the value loss in a trunk shared with the policy")
-    aggregation: Annotated[str, OneOf(AGGREGATIONS)] = key("token_mean", "how the losses of tokens become one number")
+    aggregation: Annotated[str, OneOf(AGGREGATIONS)] = key("token_mean", "how token losses are reduced to one number")
 
-    kl_coef: NotNegative = key(0.0, "weight of KL to the initial policy; 0 loads no reference")
-    kl_estimator: Annotated[str, OneOf(ESTIMATORS)] = key("k3", "how KL is estimated from a token's log-probabilities")
+    kl_coef: NotNegative = key(0.0, "weight of KL to the initial policy; 0: no reference model is loaded")
+    kl_estimator: Annotated[str, OneOf(ESTIMATORS)] = key("k3", "estimator of KL from a token's log-probabilities")
     kl_in: Literal["loss", "reward"] = key(
-        "loss", "where KL counts", loss="it is added to the loss", reward="it is taken off the reward"
+        "loss", "where KL is applied", loss="it is added to the loss", reward="it is subtracted from the reward"
     )
-    kl_clamp: Positive | None = key(None, "bound of a token's KL estimate, nats; null: none")
+    kl_clamp: Positive | None = key(None, "bound of a token's KL estimate, in nats; null: none")
     entropy_coef: NotNegative = key(0.0, "weight of the entropy bonus")
     balance_coef: NotNegative = key(
-        0.0, "weight of the loss that evens out the load of a mixture's experts; needs model.routes other than own"
+        0.0, "weight of the load-balancing loss of a mixture of experts; needs model.routes other than own"
     )
-    high_entropy_share: Portion = key(1.0, "share of tokens, those of the highest entropy, that the policy loss counts")
+    high_entropy_share: Portion = key(1.0, "share of tokens, by highest entropy, that the policy loss counts")
 
     tis_cap: Positive | None = key(2.0, "cap of the importance weight trainer/engine; null: no correction")
-    tis_level: RatioLevel = key("token", "importance weight trainer/engine")
+    tis_level: RatioLevel = key("token", "level of the importance weight trainer/engine")
     keep_band: tuple[NotNegative, Positive] | None = key(
-        None, "leave out tokens or answers whose ratio trainer/engine is outside of it, such as [0.5, 5]; null: none"
+        None, "ratios trainer/engine at which tokens or answers are kept, such as [0.5, 5]; null: at all ratios"
     )
-    keep_level: RatioLevel = key("token", "ratio that keep_band looks at; of tokens: IcePop")
+    keep_level: RatioLevel = key("token", "level of the ratio that keep_band bounds; token: IcePop")
     stale_threshold: Positive | None = key(
-        None, "leave out bad answers that are this far from the engine, nats a token; null: none"
+        None, "leave out bad answers that the policy is this far from, in nats a token; null: none"
     )
 
-    sampling_rounds: Held = key(1, "rounds of sampling until enough groups have rewards that differ; 1: train on any")
+    sampling_rounds: Size = key(1, "most rounds of sampling for groups with unequal rewards; 1: train on any")
     oversampling: Annotated[float, Field(ge=1, le=1000)] = key(
-        1.0, "prompts sampled for each group that is wanted; surplus groups are dropped"
+        1.0, "prompts sampled per group that is needed; surplus groups are dropped"
     )
     at_bound: Literal["fewer", "fill"] = key(
-        "fewer", "after the last round, if groups are still missing",
-        fewer="train on those there are", fill="fill up with groups whose rewards are all equal",
+        "fewer", "what happens if groups are still missing after the last round",
+        fewer="train on fewer groups", fill="fill up with groups whose rewards are all equal",
     )  # fmt: skip
     drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss")
-    overlong_filter: bool = key(False, "learn nothing from answers that were cut off")
+    overlong_filter: bool = key(False, "leave answers that were cut off out of the loss")
     overlong_margin: Share | None = key(
-        None, "last share of the longest answer, over which the reward falls by 1; null: none"
+        None, "last share of the longest possible answer, over which the reward falls by 1; null: none"
     )
     length_strength: NotNegative = key(
-        0.0, "divide rewards by 1 + this * the answer's length / the group's mean length"
+        0.0, "divide rewards by 1 + length_strength * the answer's length / the group's mean length"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, given: Any) -> Any:
-        """The preset's keys where none are given. Those of a loss hold only with that loss."""
-        if not isinstance(given, dict) or not all(
-            isinstance(given.get(name, ""), str | None) for name in ("preset", "loss")
+    def _fill(cls, values: Any) -> Any:
+        """Fills in the preset's keys where the recipe has none. The keys of a loss apply only with that loss."""
+        if not isinstance(values, dict) or not all(
+            isinstance(values.get(name, ""), str | None) for name in ("preset", "loss")
         ):
-            return given  # types are checked afterwards
-        preset = PRESETS[given["preset"]].keys if given.get("preset") in PRESETS else {}
-        loss = given.get("loss", preset.get("loss", "clip"))
+            return values  # types are checked afterwards
+        preset = PRESETS[values["preset"]].keys if values.get("preset") in PRESETS else {}
+        loss = values.get("loss", preset.get("loss", "clip"))
         if loss != preset.get("loss", "clip"):
             preset = {name: value for name, value in preset.items() if name not in LOSS_KEYS}
-        return (LOSSES[loss].defaults if loss in LOSSES else {}) | preset | given
+        return (LOSSES[loss].defaults if loss in LOSSES else {}) | preset | values
 
     @property
     def advantage_record(self) -> Advantage:
-        """The advantage's record. Raises UserError if it is the user's and cannot be loaded."""
+        """The record of the advantage. Raises UserError if it is the user's function and cannot be loaded."""
         return _record("advantage", self.advantage, ADVANTAGES, Advantage)
 
     @property
     def loss_record(self) -> Loss:
-        """The loss's record. Raises UserError if it is the user's and cannot be loaded."""
+        """The record of the loss. Raises UserError if it is the user's function and cannot be loaded."""
         return _record("loss", self.loss, LOSSES, Loss)
 
     @property
     def by_turns(self) -> bool:
-        """True if turns are rewarded by themselves."""
+        """True if each turn has rewards of its own."""
         return self.credit == "turns"
 
     @property
     def rewards_apart(self) -> bool:
-        """True if each reward function's rewards are made relative by themselves."""
+        """True if the rewards of each function are normalised separately."""
         return self.combine_rewards == "normalize_then_sum"
 
     @property
@@ -227,7 +227,7 @@ def _record(where: str, name: str, table: Mapping[str, R], kind: Callable[..., R
     if name in table:
         return table[name]
     try:
-        record = kind(load(name), "your own", own=f"algorithm.{where}: {name}")
+        record = kind(load(name), "your own", source=f"algorithm.{where}: {name}")
     except ValueError as error:
         raise UserError(f"algorithm.{where}: {error}") from error
     record.check_signature(AlgorithmConfig.model_fields)
@@ -235,7 +235,7 @@ def _record(where: str, name: str, table: Mapping[str, R], kind: Callable[..., R
 
 
 def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: bool) -> Iterator[str]:
-    """A sentence, with the keys and the remedy, for all that does not go together; `updates` are those of a step."""
+    """Yields a sentence, with keys and remedy, for each combination that does not work; `updates` is per step."""
     try:
         loss, advantage = algorithm.loss_record, algorithm.advantage_record
     except UserError as error:
@@ -250,39 +250,39 @@ def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: boo
         for name, off in (("credit", "outcome"), ("length_strength", 0), ("kl_in", "loss")):
             if getattr(algorithm, name) != off:
                 both = f"algorithm.{name} and combine_rewards: normalize_then_sum both"
-                yield f"{both} change what is compared: leave out one"
+                yield f"{both} change the rewards that are compared: leave out one"
     yield from _check_kl(algorithm, advantage)
     band = algorithm.keep_band
     if band is not None and not band[0] <= 1 <= band[1]:
-        yield f"algorithm.keep_band is {list(band)}, but must have 1, the ratio of equals, between its bounds"
+        yield f"algorithm.keep_band is {list(band)}, but must include 1, the ratio of equal probabilities: widen it"
     if algorithm.at_bound == "fill" and not algorithm.selects_groups:
         yield "algorithm.at_bound is fill, but all groups are kept: set sampling_rounds or oversampling above 1"
 
 
 def _names(table: Mapping[str, R], fits: Callable[[R], Any], last: str = "and") -> str:
-    *others, name = [name for name, record in table.items() if fits(record)]
-    return f"{', '.join(others)} {last} {name}" if others else name
+    *names, name = [name for name, record in table.items() if fits(record)]
+    return f"{', '.join(names)} {last} {name}" if names else name
 
 
 def _goes_with(algorithm: AlgorithmConfig, name: str, names: str) -> str:
     value = getattr(algorithm, name)
-    return f"algorithm.{name} is {value}, which goes with the advantages {names}, not with {algorithm.advantage}"
+    return f"algorithm.{name} is {value}, which works with the advantages {names}, not with {algorithm.advantage}"
 
 
 def _check_loss(algorithm: AlgorithmConfig, loss: Loss, updates: int) -> Iterator[str]:
     name = algorithm.loss
-    for each in sorted(LOSS_KEYS):
-        if not loss.takes(each) and getattr(algorithm, each) is not None:
-            owners = _names(LOSSES, methodcaller("takes", each), "or")
-            yield f"algorithm.{each} is set, but algorithm.loss is {name}: it belongs to {owners}, so leave it out"
-        elif not loss.own and loss.defaults.get(each) is not None and getattr(algorithm, each) is None:
-            yield f"algorithm.{each} is null, but the loss {name} needs it: leave it out, or give a number"
+    for key_name in sorted(LOSS_KEYS):
+        if not loss.takes(key_name) and getattr(algorithm, key_name) is not None:
+            owners = _names(LOSSES, methodcaller("takes", key_name), "or")
+            yield f"algorithm.{key_name} is set, but algorithm.loss is {name}: it belongs to {owners}, so leave it out"
+        elif not loss.source and loss.defaults.get(key_name) is not None and getattr(algorithm, key_name) is None:
+            yield f"algorithm.{key_name} is null, but the loss {name} needs it: leave it out, or give a number"
     if not loss.has_ratios and updates > 1:
         yield (
             f"algorithm.loss is {name}, but batch.updates_per_step * algorithm.num_iterations = {updates}: "
-            "without ratios only the first update is that of the policy that sampled, so make it 1"
+            "without ratios only the first update is on-policy, so make it 1"
         )
-    if not loss.takes("log_ratio") and LEVELS[algorithm.ratio_level].whole:
+    if not loss.takes("log_ratio") and LEVELS[algorithm.ratio_level].by_answer:
         yield f"algorithm.ratio_level is {algorithm.ratio_level}, but the loss {name} has no ratios: leave it out"
     highest = 1 + (algorithm.clip_high or 0)
     if algorithm.dual_clip is not None and algorithm.dual_clip <= highest:
@@ -296,9 +296,9 @@ def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterat
         compared = f"answers are compared within their group (advantage: {name})"
         yield f"algorithm.group_size is {size}, but {compared}: it must be at least 2"
     if size < 2 and selective:
-        yield "algorithm.group_size is 1, so rewards differ in no group: train on all, without choosing groups by that"
+        yield "algorithm.group_size is 1, so rewards differ in no group: train on all groups, without selecting any"
     if selective and not advantage.takes("rewards"):
-        yield f"algorithm.advantage is {name}, which no reward decides: train on all groups, whatever their rewards"
+        yield f"algorithm.advantage is {name}, which uses no rewards: train on all groups, without selecting any"
     if algorithm.by_turns and not advantage.by_turn:
         yield _goes_with(algorithm, "credit", _names(ADVANTAGES, attrgetter("by_turn")))
     if advantage.nonnegative and algorithm.overlong_margin is not None:
@@ -324,13 +324,13 @@ def _check_kl(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]
     if algorithm.kl_in_reward:
         if not estimator.in_reward:
             right = _names(ESTIMATORS, attrgetter("in_reward"))
-            remedy = f"in the reward only {right} has the right mean: set it to {right}"
+            remedy = f"in the reward only {right} is unbiased: set it to {right}"
             yield f"algorithm.kl_estimator is {name}, but {remedy}"
         if advantage.nonnegative:
             divides = f"{algorithm.advantage} divides by their mean"
-            yield f"algorithm.kl_in is reward, which makes some negative, and {divides}: use loss"
+            yield f"algorithm.kl_in is reward, which makes some rewards negative, and {divides}: set it to loss"
         if algorithm.by_turns and advantage.compares:
-            yield "algorithm.kl_in is reward, but turns are compared by what they themselves were given: set it to loss"
+            yield "algorithm.kl_in is reward, but turns are compared by their own rewards alone: set it to loss"
     elif algorithm.kl_in_loss and not estimator.in_loss:
         right = _names(ESTIMATORS, attrgetter("in_loss"), "or")
         yield f"algorithm.kl_estimator is {name}, whose gradient in the loss is 0 on average: set it to {right}"

@@ -1,6 +1,6 @@
-"""Conditions between keys, and between keys and the machine, checked before torch loads anything.
+"""Checks of conditions between keys, and between keys and the machine, before torch loads anything.
 
-Each check yields sentences; `check_config` gathers them, so that a recipe is mended in one go. No torch is imported.
+Each check yields sentences; `check_config` gathers them, so that a recipe is corrected in one go. No torch is imported.
 """
 
 import difflib
@@ -29,9 +29,9 @@ from trainer.config.model_file import (
     HUB_NAME,
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
+    is_multimodal,
     model_config,
     position_limit,
-    sees,
     steady_positions,
 )
 from trainer.config.placement import check_placement, training_ranks
@@ -50,9 +50,9 @@ IDENTITY_KEYS = (
     "lora.use_rslora", "reward.functions", "rollout.ahead", "rollout.lag", "rollout.old_tokens", "rollout.slice_tokens",
     "run.seed",
 )  # fmt: skip
-"""A resumed run is compared by these (`trainer.run.keeper`): digests, whole sections of the recipe, and single keys."""
+"""Digests, sections and keys of the recipe by which a resumed run is compared with its checkpoint (`run.keeper`)."""
 
-_MOST_ANSWERS = 2**20  # of a step, which are all in memory
+_MOST_ANSWERS = 2**20  # in a step, since all of them are in memory
 _OWN_TEMPLATE_KEYS = {
     "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
     "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
@@ -61,20 +61,21 @@ Command = Literal["train", "sft", "eval"]
 
 
 def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError with one sentence for everything that is wrong. Arguments as `find_problems`."""
+    """Raises UserError with one sentence for each problem. Arguments are those of `find_problems`."""
     if problems := find_problems(config, command, environ):
         raise UserError(*problems)
 
 
 def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for everything that is wrong; sft neither samples nor has rewards and eval does not train.
+    """Lists one sentence for each problem of a recipe that `command` would run into.
 
-    From `environ` torchrun's variables are read (one rank, on one machine, if absent), and the allocator's.
+    sft neither samples nor has rewards, and eval does not train. `environ` has torchrun's variables (without them there
+    is one rank on one machine) and those of the allocator.
     """
     try:
         ranks = rank_count(environ)
     except UserError as error:
-        return list(error.args)  # most of what follows depends on it
+        return list(error.args)  # most of the checks below depend on it
     neighbours = int(environ.get("LOCAL_WORLD_SIZE", ranks))
     training = training_ranks(config, ranks) if command == "train" else ranks
     problems = [*_check_paths(config, command), *check_device(config, environ)]
@@ -112,10 +113,10 @@ def _check_images(config: TrainConfig) -> Iterator[str]:
         if data.image_key is not None or any(dataset.image_key for dataset in config.eval.datasets.values()):
             yield "data.image_key is set, but data.max_images is 0: set it to the most images that a prompt has"
         return
-    if os.path.isdir(config.model.path) and not sees(config.model.path):
-        yield f"data.max_images is {data.max_images}, but {config.model.path} has no part for images (vision_config)"
+    if os.path.isdir(config.model.path) and not is_multimodal(config.model.path):
+        yield f"data.max_images is {data.max_images}, but {config.model.path} takes no images (it has no vision_config)"
     if config.rollout.tools and config.rollout.tool_parser == "inline":
-        yield "data.max_images is set, but rollout.tool_parser is inline, which takes replies as text: use another"
+        yield "data.max_images is set, but rollout.tool_parser is inline, which takes only text replies: use another"
     if clash := {"limit_mm_per_prompt", "mm_processor_cache_gb", "mm_processor_kwargs"} & config.engine.extra.keys():
         yield f"engine.extra has {', '.join(sorted(clash))}, which data.max_images decides: leave it out"
 
@@ -141,7 +142,7 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         # BF16_Optimizer's `fp32_groups_gradients_flat` (deepspeed/runtime/bf16_optimizer.py).
         yield (
             "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank at all times: "
-            "set it to 2, which computes the same with less memory, or policy.dtype to float32"
+            "set it to 2, which computes the same in less memory, or policy.dtype to float32"
         )
     if policy.backend != "deepspeed" and policy.offload_optimizer:
         yield "policy.offload_optimizer works with policy.backend: deepspeed only"
@@ -150,15 +151,15 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
     for key in filter(fsdp_only.get, fsdp_only) if policy.backend != "fsdp" else ():
         yield f"{key} works with policy.backend: fsdp only"
     if policy.offload_optimizer and policy.offload != "none":
-        yield "policy.offload is set, but policy.offload_optimizer keeps that state in the host's memory: drop one"
+        yield "policy.offload is set, but policy.offload_optimizer keeps that state in host memory: leave one out"
     if (product := policy.lr * policy.weight_decay) >= 1:
-        yield f"policy.lr * policy.weight_decay = {product:g} would take all of a weight in one step: lower one"
+        yield f"policy.lr * policy.weight_decay = {product:g} would reduce weights to 0 in one step: lower one"
     if policy.shard_size is not None:
         yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
 
 
 def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:
-    """As far as the recipe and config.json say; the model's class is asked as well (`require_sharing`)."""
+    """Checks what the recipe and config.json say; `require_sharing` checks the model's class once it is built."""
     key, ways = "policy.sequence_parallel", config.policy.sequence_parallel
     if ways == 1:
         return
@@ -170,22 +171,22 @@ def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) 
     for name, model in _models(config, command):
         if heads := model.get("num_attention_heads"):
             yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
-        if others := sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS)):
-            yield f"{key} is {ways}, but {name} has layers ({', '.join(others)}) that need all tokens: set it to 1"
+        if unpackable := sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS)):
+            yield f"{key} is {ways}, but {name} has layers ({', '.join(unpackable)}) that need all tokens: set it to 1"
 
 
 def _models(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The models that the trainer computes with: the keys that name them, and what their config.json say."""
+    """Yields the trainer's models: the keys that name them, and their config.json."""
     paths: dict[str, str | None] = {"model.path": config.model.path}
     if command == "train":
         paths |= {"critic.path": config.critic.path, "algorithm.teacher": config.algorithm.teacher}
     for name, path in paths.items():
-        with suppress(UserError):  # what is wrong with it is said elsewhere
+        with suppress(UserError):  # other checks report it
             yield from [(name, model_config(path))] if path else []
 
 
 def _check_positions(config: TrainConfig, command: Command) -> Iterator[str]:
-    """What a sequence's log-probabilities are must not depend on those it shares a micro-batch with."""
+    """Checks that a sequence's log-probabilities cannot depend on the other sequences of its micro-batch."""
     if command == "sft":
         keys, longest = "data.max_prompt_tokens + sft.max_tokens", config.data.max_prompt_tokens + config.sft.max_tokens
     else:
@@ -215,7 +216,7 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
         yield "engine.load_format is dummy, but engines load the base of an adapter themselves: set it to auto"
     dtype = config.engine.dtype or config.policy.dtype
     if dtype == "float32" and resolve_device(config) == "cuda":  # an assertion in vllm/lora/ops/triton_ops
-        yield "lora.sync is adapter, but vLLM on CUDA has none in float32: set engine.dtype to bfloat16 or it to merged"
+        yield "lora.sync is adapter, impossible on CUDA in float32: set it to merged, or engine.dtype to bfloat16"
 
 
 def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
@@ -237,7 +238,7 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
     elif smallest < ranks:
         yield (
             f"{name} = {samples} leaves some of {ranks} ranks without an answer in an update, since the smallest of "
-            f"{updates} has {smallest}: raise batch.prompts_per_step or lower batch.updates_per_step"
+            f"{updates} updates has {smallest}: raise batch.prompts_per_step or lower batch.updates_per_step"
         )
     if config.eval.every and not config.eval.datasets:
         yield "eval.every is set, but there is nothing to evaluate on: set eval.datasets"
@@ -245,10 +246,10 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
     if config.sampling.temperature == 0:
-        yield "sampling.temperature is 0, but greedy answers to one prompt are all the same: training needs it above 0"
+        yield "sampling.temperature is 0, but greedy answers to a prompt are all the same: set it above 0 to train"
     if config.sync.verify != "off" and (limit := config.engine.max_model_len) < LEAST_MODEL_LEN:
         yield (
-            f"engine.max_model_len is {limit}, but sync.verify asks the engines about {LEAST_MODEL_LEN - 1} tokens: "
+            f"engine.max_model_len is {limit}, but sync.verify has the engines score {LEAST_MODEL_LEN - 1} tokens: "
             f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
         )
 
@@ -257,13 +258,13 @@ def _check_evaluation(config: TrainConfig) -> Iterator[str]:
     if not config.reward.functions and not config.rollout.code:
         yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
     if config.reward.error_reward and config.reward.failed == "leave_out":
-        given = f"reward.error_reward is {config.reward.error_reward:g}"
-        yield f"{given}, but reward.failed is leave_out: set that to error_reward, or leave error_reward out"
+        value = f"{config.reward.error_reward:g}, but reward.failed is leave_out"
+        yield f"reward.error_reward is {value}: set reward.failed to error_reward, or leave error_reward out"
     for name, dataset in config.eval.datasets.items():
         samples = dataset.samples or config.eval.samples
         if above := [k for k in config.eval.k if k > samples]:
             key = f"eval.datasets.{name}.samples" if dataset.samples else "eval.samples"
-            yield f"eval.k asks for k = {above[0]}, but {key} = {samples}: raise it, or lower k"
+            yield f"eval.k has k = {above[0]}, but {key} = {samples}: raise it, or lower k"
 
 
 def _check_lengths(config: TrainConfig) -> Iterator[str]:
@@ -274,30 +275,30 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
         total = config.data.max_prompt_tokens + (tokens or 0)
         if total > limit:
             names = f"data.max_prompt_tokens + {key}.max_tokens"
-            yield f"{names} = {total} is more than engine.max_model_len = {limit}: raise it or lower them"
+            yield f"{names} = {total} is more than engine.max_model_len = {limit}: raise that, or lower one of them"
 
 
 def _check_rollout(config: TrainConfig) -> Iterator[str]:
     rollout, named = config.rollout, config.rollout.code
     if len(named) > 1:
-        yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but an episode runs by one of them: drop one"
-    if rollout.tools and (own := [key for key in named if key != "environment"]):
-        yield f"rollout.tools is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
-    if rollout.mcp and (own := [key for key in named if key != "environment"]):
-        yield f"rollout.mcp is set, but rollout.{own[0]} calls its tools itself: drop one of the two"
-    if rollout.mcp and None in (find_spec("mcp"), find_spec("cryptography")):  # which it imports
+        yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but only one can run an episode: leave one out"
+    if rollout.tools and (custom := [key for key in named if key != "environment"]):
+        yield f"rollout.tools is set, but rollout.{custom[0]} calls its tools itself: leave one of the two out"
+    if rollout.mcp and (custom := [key for key in named if key != "environment"]):
+        yield f"rollout.mcp is set, but rollout.{custom[0]} calls its tools itself: leave one of the two out"
+    if rollout.mcp and None in (find_spec("mcp"), find_spec("cryptography")):  # mcp imports cryptography
         yield "rollout.mcp is set, but the MCP SDK is not installed: pip install 'hotbunk[mcp]'"
     for name, server in rollout.mcp.items():
         if bool(server.command) == (server.url is not None):
             yield f"rollout.mcp.{name} needs a command to start, or the url of a server that runs: set one of the two"
     if rollout.kwargs and not named:
-        yield "rollout.kwargs is set, but nothing takes them: they are for environment, custom, sampler or client"
+        yield "rollout.kwargs is set, but only environment, custom, sampler or client take them: set one of these"
     if rollout.kwargs and rollout.verifiers is not None:
-        yield "rollout.kwargs is set, but an environment of verifiers takes rollout.verifiers.args: write them there"
+        yield "rollout.kwargs is set, but an environment of verifiers takes rollout.verifiers.args: move them there"
     if rollout.verifiers is not None and not config.data.path.startswith("verifiers:"):
         yield "data.path is set, but the tasks of rollout.verifiers are the prompts: leave data.path out"
     if rollout.tool_parser == "inline" and named:
-        yield f"rollout.tool_parser is inline, which goes with rollout.tools only: rollout.{named[0]} takes messages"
+        yield f"rollout.tool_parser is inline, which works with rollout.tools only: rollout.{named[0]} takes messages"
     if rollout.sampler and rollout.tool_parser not in ("hermes", "inline"):
         parser = f"rollout.tool_parser is {rollout.tool_parser}, but rollout.sampler reads calls by itself"
         yield f"{parser}: leave tool_parser out"
@@ -306,23 +307,23 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
     if rollout.inline_tags.start == rollout.inline_tags.end:
         yield f"rollout.inline_tags: start and end are both {rollout.inline_tags.end!r}: set two different tags"
     if "{error}" not in rollout.tool_error:
-        yield f"rollout.tool_error is {rollout.tool_error!r}, but must say {{error}} where the error goes"
+        yield f"rollout.tool_error is {rollout.tool_error!r}, but must have {{error}} in the place of the error"
     for key in config.data.chat_template_kwargs.keys() & _OWN_TEMPLATE_KEYS:
         yield f"data.chat_template_kwargs may not hold {key}, which Hotbunk sets itself: leave it out"
 
 
 def _check_extra(config: TrainConfig, command: Command) -> Iterator[str]:
-    """vLLM itself would complain only when it starts, or do what the trainer knows nothing of."""
+    """Checks engine.extra, since vLLM complains only when it starts, or acts without the trainer's knowledge."""
     extra = config.engine.extra
-    known = engine_argument_names() if extra else None
+    names = engine_argument_names() if extra else None
     for key, value in extra.items():
         if key in OWN_ARGUMENTS:
             by = OWN_ARGUMENTS[key]
             yield f"engine.extra.{key} is Hotbunk's to set" + (f": set {by} instead" if by else ": leave it out")
         elif value and key in UNSYNCED and (command == "train" or key in DRAFTING):
             yield f"engine.extra.{key} {UNSYNCED[key]}: leave it out"
-        elif known is not None and key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+        elif names is not None and key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             yield f"engine.extra.{key}: the vLLM installed here has no such argument: {hint}"
         elif key in ("additional_config", "hf_overrides") and not isinstance(value, dict):
@@ -330,7 +331,7 @@ def _check_extra(config: TrainConfig, command: Command) -> Iterator[str]:
 
 
 def _check_memory(config: TrainConfig) -> Iterator[str]:
-    """Sizes that exceed the machine by themselves; `hotbunk plan` estimates whether all fit together."""
+    """Checks for single sizes that exceed the machine; `hotbunk plan` estimates whether all of them fit together."""
     engine, asked = config.engine, config.engine.kv_cache_gib
     prompts = config.batch.prompts_per_step * (config.algorithm.oversampling + config.rollout.ahead)
     answers = prompts * config.algorithm.group_size
@@ -355,16 +356,16 @@ def _check_run(config: TrainConfig) -> Iterator[str]:
     compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
     for name in config.checkpoint.resume_anyway:
         if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
-            yield f"checkpoint.resume_anyway: no run is compared by {name!r}, but by {', '.join(compared)}"
+            yield f"checkpoint.resume_anyway: a run is not compared by {name!r}, but by {', '.join(compared)}"
     metric = config.checkpoint.best_metric
     for tracker in config.tracking.also:
         if find_spec(tracker) is None:
             yield f"tracking.also names {tracker}, which is not installed: pip install {tracker}"
     if config.checkpoint.keep_best and metric.removeprefix("-").startswith("eval/") and not config.eval.every:
-        yield f"checkpoint.keep_best goes by {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
+        yield f"checkpoint.keep_best depends on {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
     first, last = config.run.profile or (1, 1)
     if not first <= last <= config.run.steps:
-        yield f"run.profile = [{first}, {last}], but should be first and last of the steps 1 to {config.run.steps}"
+        yield f"run.profile = [{first}, {last}], but should be a first and a last step within 1 to {config.run.steps}"
 
 
 def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, str]) -> Iterator[str]:
@@ -377,7 +378,7 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         yield f"model.path: {folder} holds no *.safetensors with the model's weights"
     if command == "train" and config.sync.way == "zero_copy":
-        for key in filter(model.get, REPROCESSED_KEYS):  # shuffled experts, and products of latent attention's weights
+        for key in filter(model.get, REPROCESSED_KEYS):  # experts are shuffled; weights of latent attention multiplied
             what = REPROCESSED_KEYS[key]
             yield f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
     if command != "eval":
@@ -389,14 +390,14 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
     yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)
     if config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)) and resolve_device(config) == "cpu":
-        yield "lora.sync is adapter, but vLLM on CPU has none for mixtures of experts: set it to merged"
+        yield "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
     if heads := model.get("num_attention_heads"):
         yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
 
 
 def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str]) -> Iterator[str]:
-    """Whether a mixture's routers can be replaced is asked of its class, when it is built (`check_model`)."""
+    """Checks the keys of mixtures; `check_model` later checks that the routers of the model's class are replaceable."""
     routes, coef = config.model.routes, config.algorithm.balance_coef
     if routes != "own" and not mixture:
         yield f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to own"
@@ -404,21 +405,21 @@ def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str
         yield problem
     if coef and routes == "own":
         yield (
-            f"algorithm.balance_coef is {coef:g}, but loads must be known before the first forward pass: set "
-            "model.routes to recorded"
+            f"algorithm.balance_coef is {coef:g}, but the experts' loads must be known before the first forward pass: "
+            "set model.routes to recorded"
         )
 
 
 def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """As far as config.json says; the model's class is asked as well when it is built (`require_packing`)."""
-    others = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
-    if others and config.batch.packing:
-        would = f"layers ({', '.join(others)}) that would carry over from one sequence to the next"
-        yield f"batch.packing is true, but the model has {would}: set it to false"
+    """Checks what config.json says; `require_packing` checks the model's class once it is built."""
+    unpackable = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
+    if unpackable and config.batch.packing:
+        layers = f"layers ({', '.join(unpackable)}) that carry state over from one sequence to the next"
+        yield f"batch.packing is true, but the model has {layers}: set it to false"
 
 
 def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """vLLM re-packs quantised weights as it loads them, and no such layout has been synced and compared here."""
+    """Refuses quantised models: vLLM re-packs their weights as it loads them, and no such layout has been verified."""
     extra = config.engine.extra
     overrides = extra.get("hf_overrides")
     overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
@@ -426,4 +427,4 @@ def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[
     for key in [*keys, *(["hf_overrides.quantization_config"] if overridden else [])]:
         yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
     if model.get("quantization_config"):
-        yield f"model.path: {config.model.path} is quantised, and cannot be trained: name the model it was made from"
+        yield f"model.path: {config.model.path} is quantised and cannot be trained: name the model it was made from"

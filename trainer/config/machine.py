@@ -1,4 +1,4 @@
-"""The machine that a recipe meets: variables of the ranks, memory, and folders that can be written. No torch."""
+"""Checks of the machine that a recipe runs on: variables of the ranks, memory, devices, writable folders. No torch."""
 
 import os
 import re
@@ -16,35 +16,35 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, shown
 
 _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
-"""The variables that torchrun sets for a rank, and the least value of each."""
+"""The variables that torchrun sets for a rank, with the least value of each."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; Linux takes paths of 4095, and the run's files have names, too
+_LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; of Linux's 4095 for a path, the run's files need some
 
 
 def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
-    """Raise UserError if torchvision or torchaudio is a build for CUDA and torch one for CPUs, or the other way round.
+    """Raises UserError if torchvision or torchaudio is a build for CUDA and torch one for CPUs, or the other way round.
 
-    Their operators are then missing, and Transformers, which imports them wherever it finds them, cannot import any
-    model (https://github.com/pytorch/vision/issues/9085). pip brings them from PyPI, whose builds are for CUDA, as vLLM
-    asks for them. A torchvision of PyPI's is made to fit, or hidden, where `hotbunk_torchvision` is at work.
+    Their operators are then missing, and Transformers, which imports them if they are installed, cannot import any
+    model (https://github.com/pytorch/vision/issues/9085). vLLM requires them, and pip installs PyPI's builds, which are
+    for CUDA. Where `hotbunk_torchvision` is installed, it adapts or hides a torchvision from PyPI.
     """
-    found = dict[str, str]()
+    installed = dict[str, str]()
     for name in ("torch", "torchvision", "torchaudio"):
         with suppress(PackageNotFoundError):
-            found[name] = versions(name)
-    torch = found.pop("torch", "")
+            installed[name] = versions(name)
+    torch = installed.pop("torch", "")
     if "hotbunk_torchvision" in sys.modules and torch.endswith("+cpu"):
-        found.pop("torchvision", None)
-    unfit = [name for name in found if torch and found[name].endswith("+cpu") != torch.endswith("+cpu")]
+        installed.pop("torchvision", None)
+    unfit = [name for name in installed if torch and installed[name].endswith("+cpu") != torch.endswith("+cpu")]
     if unfit:
-        named = " and ".join(f"{name} {found[name]}" for name in unfit)
+        named = " and ".join(f"{name} {installed[name]}" for name in unfit)
         remedy = f"pip uninstall -y {' '.join(unfit)}"
         raise UserError(f"no model can be imported beside {named}, built for another torch than {torch}: {remedy}")
 
 
 def rank_count(environ: Mapping[str, str]) -> int:
-    """The number of ranks, by WORLD_SIZE. Raises UserError where torchrun's variables make no sense."""
+    """The number of ranks, from WORLD_SIZE. Raises UserError if torchrun's variables make no sense."""
     if problems := [*_rank_problems(environ)]:
         raise UserError(*problems)
     return int(environ.get("WORLD_SIZE", "1"))
@@ -52,16 +52,16 @@ def rank_count(environ: Mapping[str, str]) -> int:
 
 def _rank_problems(environ: Mapping[str, str]) -> Iterator[str]:
     remedy = "unset it, or start the run with hotbunk train"
-    given = {name: environ[name] for name in _RANK_VARIABLES if name in environ}
-    numbers = {name: int(text) for name, text in given.items() if re.fullmatch("[0-9]{1,6}", text)}
-    for name, text in given.items():
+    texts = {name: environ[name] for name in _RANK_VARIABLES if name in environ}
+    numbers = {name: int(text) for name, text in texts.items() if re.fullmatch("[0-9]{1,6}", text)}
+    for name, text in texts.items():
         if numbers.get(name, -1) < _RANK_VARIABLES[name]:
             yield f"{name} is {shown(text)}, but should be a number from {_RANK_VARIABLES[name]} on: {remedy}"
             return
     for one, other in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if one in given and other in given and numbers[one] >= numbers[other]:
-            yield f"{one} is {given[one]}, but should be less than {other} = {given[other]}: {remedy}"
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in given else ():
+        if one in texts and other in texts and numbers[one] >= numbers[other]:
+            yield f"{one} is {texts[one]}, but should be less than {other} = {texts[other]}: {remedy}"
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in texts else ():
         if name not in environ:
             yield f"RANK is set, but {name} is not, so that this rank cannot find the others: set it, or unset RANK"
 
@@ -72,24 +72,24 @@ def host_gib() -> float:
 
 
 def device_gib() -> float | None:
-    """The memory in GiB of the largest GPU here; None where nvidia-smi is missing or does not say."""
+    """The memory in GiB of this machine's largest GPU; None if nvidia-smi is missing or does not say."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        return max(float(line) for line in said.splitlines()) / 1024
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return max(float(line) for line in output.splitlines()) / 1024
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
 def unwritable(folder: Path) -> str | None:
-    """The reason that this folder cannot be made or written to; None if it can. Leaves nothing behind."""
+    """The reason why a folder cannot be made or written to; None if it can. Leaves nothing behind."""
     place = folder.absolute()
     if len(os.fsencode(place)) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts):
-        return f"it is longer than {_LONGEST_PATH} bytes, or a name in it than {_LONGEST_NAME}"
+        return f"it has more than {_LONGEST_PATH} bytes, or a name in it has more than {_LONGEST_NAME}"
     try:
         while not os.path.lexists(place):
             place = place.parent
-        with tempfile.TemporaryDirectory(prefix=".hotbunk-", dir=place):  # permissions do not tell: root has them all
+        with tempfile.TemporaryDirectory(prefix=".hotbunk-", dir=place):  # a trial, since root passes permission checks
             return None
     except NotADirectoryError:
         return f"{place} is not a folder"
@@ -98,21 +98,21 @@ def unwritable(folder: Path) -> str | None:
 
 
 def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
-    """The device that `run.device` stands for, found out without torch."""
+    """The device that `run.device` stands for, determined without torch."""
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if cuda_problem() is None else "cpu"
 
 
 def without_expandable_segments(setting: str) -> str | None:
-    """An allocator setting with that option taken out and all others kept; None where it is not switched on."""
+    """An allocator setting without the option expandable_segments; None if the option is not switched on."""
     options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
     kept = [option for option in options if not re.fullmatch(r"expandable_segments\s*:\s*true", option, re.IGNORECASE)]
     return None if kept == options else ",".join(kept)
 
 
 def check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    """Problems with using CUDA as asked for, and with sharing its memory between processes."""
+    """Yields problems with using CUDA as the recipe asks, and with sharing its memory between processes."""
     problem, asked = cuda_problem(), config.run.device
     if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
         yield f"run.device is {asked}, but {problem}"

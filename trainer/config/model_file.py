@@ -1,7 +1,7 @@
-"""A model's config.json, from a folder or the hub: what a recipe is checked against, of the types it should have.
+"""A model's config.json, from a folder or the hub, with checked types, against which recipes are checked.
 
-And facts about model families that cannot be read off their weights: what of them is refused, and why. A worker of the
-engine decides by the module that it has before it (`sharding.worker.loader.reprocessed_modules`).
+The tables here have facts about model families that cannot be read off their weights: what is refused, and why. A
+worker of the engine decides by its modules instead (`sharding.worker.loader.reprocessed_modules`).
 """
 
 import json
@@ -21,24 +21,25 @@ from trainer.errors import UserError
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which models change their logits after the output head, which the trainer's chunked head does not do."""
+"""Settings by which models change their logits after the output head; the trainer's chunked head ignores them."""
 
 PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
 
 REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}
-"""In the names of weights that engines do not keep as they are loaded, on CPU not even with `engine.plain_cpu_weights`:
-some of CUDA's kernels shuffle experts, MLA keeps products.
+"""Parts of the names of weights that engines do not keep as loaded, on CPU not even with `engine.plain_cpu_weights`.
+
+Some of CUDA's kernels shuffle experts, and MLA keeps products of weights.
 """
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json by which a model is a mixture of experts. vLLM's CPU build applies no LoRA adapters to one."""
 
 REPROCESSED_KEYS = dict.fromkeys(EXPERT_KEYS, "experts") | {"kv_lora_rank": "attention"}
-"""Keys of config.json by which a model has weights that are `REPROCESSED`, and what they belong to."""
+"""Keys of config.json that say that a model has `REPROCESSED` weights, and the part that those belong to."""
 
 _CONNECT_SECONDS = 5.0
-_STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # of the others, max_position_embeddings tells the whole length
+_STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # for all others, max_position_embeddings is the full length
 
 _Size = Annotated[int, Field(ge=1, lt=2**31)]
 _Number = Annotated[int, Field(ge=0, lt=2**31)]
@@ -56,7 +57,7 @@ class _Rope(_Part):
 
 
 class _ModelFile(_Part):
-    """The keys that are read here or by those who call `model_config`; all others are left as they are."""
+    """The keys that this module or callers of `model_config` read; all others are left as they are."""
 
     num_hidden_layers: _Size | None = None
     hidden_size: _Size | None = None
@@ -77,9 +78,9 @@ class _ModelFile(_Part):
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """The model's config.json as it stands, from a folder or from the hub; its language model's part, where it has one.
+    """Reads a model's config.json from a folder or the hub; of a multimodal model, the part for its language model.
 
-    Raises UserError naming the path, and what in the file is not of the type it should be.
+    Raises UserError naming the path, and the keys of the file whose type is wrong.
     """
     folder = Path(path)
     if os.path.isdir(path):
@@ -102,9 +103,10 @@ def model_config(path: str) -> dict[str, Any]:
         raise UserError(*(f"model.path: {file}: {one}" for one in sentences(error, loaded))) from error
 
 
-def sees(path: str) -> bool:
-    """Whether config.json describes a model with a part for images: a folder's, or what has been fetched from the hub
-    (`model_config` fetches it). False where there is none.
+def is_multimodal(path: str) -> bool:
+    """True if the config.json of a folder, or the one fetched from the hub by `model_config`, has a part for images.
+
+    False if there is no such file.
     """
     file: Any = Path(path) / "config.json"
     try:
@@ -118,7 +120,7 @@ def sees(path: str) -> bool:
 
 
 def position_limit(model: dict[str, Any]) -> int | None:
-    """The longest sequence that a model of this config.json takes, in tokens; None where it does not say."""
+    """The longest sequence that a model with this config.json takes, in tokens; None if the file does not say."""
     positions: int | None = model.get("max_position_embeddings")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if positions is None or (rope.get("rope_type") or rope.get("type")) not in _STRETCHING_ROPES:
@@ -127,13 +129,14 @@ def position_limit(model: dict[str, Any]) -> int | None:
 
 
 def steady_positions(model: dict[str, Any]) -> tuple[str, int] | None:
-    """The kind of rotary positions that depend on the longest sequence of a batch, and up to how many tokens not.
+    """The kind of a model's rotary positions and the sequence length up to which they depend on nothing else.
 
-    Transformers scales them by it (transformers/modeling_rope_utils.py, dynamic_rope_update), vLLM by `max_model_len`
-    or not at all. None where the model's positions are of no such kind.
+    Beyond that length, Transformers scales positions of the kinds longrope and dynamic by the longest sequence of a
+    batch (transformers/modeling_rope_utils.py, dynamic_rope_update), and vLLM scales them by `max_model_len` or not at
+    all. None if the model's positions are of another kind.
     """
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    for part in (rope, *(own for own in rope.values() if isinstance(own, dict))):  # of layers, where these differ
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # the values are of layers
         kind, positions = part.get("rope_type") or part.get("type"), model.get("max_position_embeddings")
         if kind == "longrope":
             original = model.get("original_max_position_embeddings") or part.get("original_max_position_embeddings")
@@ -160,9 +163,9 @@ def _config_from_hub(name: str) -> Path:
 
 
 def out_of_reach() -> str:
-    """Why the hub, or the proxy on the way there, does not answer; empty if it does, or is not to be asked.
+    """The reason why the hub, or the proxy before it, does not answer; empty if it does, or in offline mode.
 
-    Asked before the hub's own library, which takes 24 s to give up, so that a mistyped folder is told at once.
+    This comes before the hub's own library, which takes 24 s to give up, so that a mistyped folder is reported at once.
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return ""

@@ -1,4 +1,4 @@
-"""The places of engines (`engine.placement`): three records, from which all that follows from them is read.
+"""The placements of engines (`engine.placement`): three records that say everything that depends on the placement.
 
 An engine shares the devices of ranks that train, in shifts (`shared`); or the last ranks of the run only generate, with
 engines on their own devices (`ranks`); or one last rank, without a device, holds engines in actors of Ray (`ray`).
@@ -15,17 +15,17 @@ Problems = Callable[[TrainConfig, int, int], Iterator[str]]
 
 @dataclass(frozen=True)
 class Placement:
-    """The consequences of where engines are.
+    """A placement of engines, with its consequences.
 
     Attributes:
-        problems: a sentence for each setting of a recipe that does not go with it, of so many ranks of the run and on
-            this machine.
-        generating: number of the last ranks that only generate; all others train.
-        workers: number of workers of all engines, of so many ranks of the run.
-        engine_ranks: consecutive ranks that make up one engine, the first of which leads it.
+        problems: yields a sentence for each setting of a recipe that does not work with the placement; takes the
+            recipe, the number of ranks of the run and the number on this machine.
+        generating: number of ranks, the last of the run, that only generate; all others train.
+        workers: number of workers of all engines together; takes the engine's section and the number of ranks.
+        engine_ranks: number of consecutive ranks that make up one engine, the first of which leads it.
         number: the key beside engine.placement that says how many; None: there is none.
         apart: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them, and
-            what they have sampled goes to the ranks that train.
+            their answers travel to the ranks that train.
         actors: engines are replicas in actors of Ray, and the rank that holds them has no device.
     """
 
@@ -44,33 +44,34 @@ def placement(config: TrainConfig) -> Placement:
 
 
 def generating_ranks(config: TrainConfig) -> int:
-    """Number of ranks that generate and do nothing else; the last of the run."""
+    """The number of ranks that only generate, which are the last of the run."""
     return placement(config).generating(config.engine)
 
 
 def training_ranks(config: TrainConfig, ranks: int) -> int:
-    """Number of ranks that train, of so many ranks of the run."""
+    """The number of ranks that train, out of all `ranks` of the run."""
     return ranks - generating_ranks(config)
 
 
 def engine_workers(config: TrainConfig, ranks: int) -> int:
-    """Number of workers of all engines, of so many ranks of the run."""
+    """The number of workers of all engines together, in a run of `ranks` ranks."""
     return placement(config).workers(config.engine, ranks)
 
 
 def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
-    """True on the first rank of an engine; `number` is the rank's among so many ranks of the run."""
+    """True if rank `number` of the run's `ranks` is the first rank of an engine."""
     place = placement(config)
     generating = number - training_ranks(config, ranks) if place.apart else number
     return generating >= 0 and generating % place.engine_ranks(config.engine) == 0
 
 
 def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
-    """Yield a sentence, with the keys and the remedy, for all that does not go together.
+    """Yields a sentence, with keys and remedy, for each setting that does not work with the placement.
 
     Args:
+        config: the recipe.
         ranks: number of ranks of the run.
-        neighbours: number of them on this machine.
+        neighbours: number of the ranks on this machine.
     """
     chosen = placement(config)
     for name, other in PLACEMENTS.items():
@@ -85,26 +86,24 @@ def _shared_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterat
         what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
         yield f"{what} = {neighbours} must be divisible by engine.tensor_parallel_size ({size})"
     if config.rollout.lag:
-        yield "rollout.lag is 1, but engines sleep while the policy learns: set engine.placement, or leave it out"
+        yield "rollout.lag is 1, but engines sleep while the policy learns: set engine.placement, or leave lag out"
 
 
 def _ranks_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     generating, size = config.engine.ranks, config.engine.tensor_parallel_size
     if generating >= ranks:
-        yield (
-            f"engine.ranks is {generating}, but there are {ranks} ranks, of which at least one has to train: start more"
-        )
+        yield (f"engine.ranks is {generating}, but the run has {ranks} ranks, and at least one must train: start more")
     if generating % size or neighbours % size or (neighbours != ranks and (ranks - generating) % size):
         yield (
-            f"engine.ranks = {generating} of {ranks} ranks, {neighbours} on a machine, cannot be engines of "
-            f"engine.tensor_parallel_size = {size} that each have one machine: change one of them"
+            f"engine.ranks = {generating} of {ranks} ranks, {neighbours} on a machine, cannot form engines of "
+            f"engine.tensor_parallel_size = {size} ranks on one machine each: change one of them"
         )
     yield from _apart_problems(config)
 
 
 def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     if ranks < 2:
-        yield "engine.placement is ray, but there is 1 rank, which has to train: start one more, to hold the engines"
+        yield "engine.placement is ray, but the run has 1 rank, which must train: start one more, to hold the engines"
     if find_spec("ray") is None:
         yield "engine.placement is ray, which is not installed: pip install ray"
     elif config.data.max_images:
@@ -116,9 +115,9 @@ def _apart_problems(config: TrainConfig) -> Iterator[str]:
     policy, sync, rollout = config.policy, config.sync, config.rollout
     place = f"engine.placement is {config.engine.placement}"
     if sync.way != "auto":
-        yield f"{place}, but sync.way is {sync.way}, which takes memory that both can reach: leave it out"
+        yield f"{place}, but sync.way is {sync.way}, which needs memory that trainer and engine share: leave it out"
     if policy.offload != "none":
-        yield f"{place}, but policy.offload is {policy.offload}, and there is nothing to make room for: leave it out"
+        yield f"{place}, but policy.offload is {policy.offload}, and no engine needs the memory: leave it out"
     if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:
         yield "rollout.lag lets old weights sample, but algorithm.tis_cap is null: set it, or algorithm.keep_band"
 

@@ -1,4 +1,4 @@
-"""From a recipe's file and overrides to a `TrainConfig`, or to a sentence about each key that is wrong."""
+"""Reading of a recipe's file and overrides into a `TrainConfig`, or into a sentence about each key that is wrong."""
 
 import difflib
 import json
@@ -21,11 +21,11 @@ from generation.yaml_files import fill_defaults, first_line, read_yaml, resolve
 from trainer.config.accelerate import policy_keys
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
-from trainer.config.section import Place, replaced
+from trainer.config.section import KeyPath, replaced
 from trainer.errors import UserError, shown
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-_DEEPEST = 32  # lists and mappings in one another
+_DEEPEST = 32  # levels of nested lists and mappings
 
 
 RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
@@ -37,22 +37,22 @@ RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
     "engine.apart": ("engine.placement", {0: "shared", int: "ranks, and engine.ranks: {}"}),
     "sync.zero_copy": ("sync.way", {True: "zero_copy", False: "staged"}),
 }
-"""Keys that had another name: their name of today, and old values, or types of them, that are written differently."""
+"""Former names of keys: the present name of each, and the old values, or types of values, that have changed as well."""
 
 TRUNCATING = ("sampling.top_p", "sampling.top_k", "sampling.min_p")
-"""Keys that only evaluation has: an engine renormalises over the tokens that are left, and the trainer does not."""
+"""Keys that only evaluation has: the engine renormalises over the remaining tokens, and the trainer does not."""
 
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
-    """Read a recipe, apply overrides (`section.key=value`, value in YAML), and check types and ranges.
+    """Reads a recipe, applies overrides (`section.key=value`, value in YAML), and checks types and ranges.
 
-    Raises UserError with one sentence for every key that is unknown, missing or has a value that does not fit.
+    Raises UserError with one sentence for every key that is unknown, is missing or has a wrong value.
     """
     try:
         unresolved, values = _values(recipe, overrides)
     except RecursionError as error:
-        deep = "holds lists or mappings nested too deep: make it flatter"
-        raise UserError(f"{recipe}, or what overrides it, {deep}") from error
+        deep = "has lists or mappings that are nested too deep: make it flatter"
+        raise UserError(f"{recipe}, or one of its overrides, {deep}") from error
     if odd := list(_odd_values(values)):
         raise UserError(*odd)
     if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
@@ -71,41 +71,41 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
 
 
 def _name_tasks(values: Any) -> None:
-    """The tasks of rollout.verifiers are the data, unless the recipe names others, which is refused later."""
+    """Sets data.path to the tasks of rollout.verifiers, unless the recipe has another path, which is refused later."""
     rollout = values.get("rollout")
-    own = rollout.get("verifiers") if isinstance(rollout, dict) else None
-    if not isinstance(own, dict) or not isinstance(data := values.setdefault("data", {}), dict):
+    section = rollout.get("verifiers") if isinstance(rollout, dict) else None
+    if not isinstance(section, dict) or not isinstance(data := values.setdefault("data", {}), dict):
         return
-    if str(data.get("path", "verifiers:")).startswith("verifiers:"):  # which a run's config.yaml has
-        data |= {"path": f"verifiers:{own.get('environment')}", "subset": json.dumps(own, default=str)}
+    if str(data.get("path", "verifiers:")).startswith("verifiers:"):  # a run's config.yaml has it
+        data |= {"path": f"verifiers:{section.get('environment')}", "subset": json.dumps(section, default=str)}
 
 
-def _from_environment(unresolved: Any, values: Any) -> Iterator[tuple[Place, str]]:
-    """The texts of a recipe, by their places, that hold what `${oc.env:NAME}` reads, or name others that do."""
-    leaves = [(place, text, value) for place, text, value in _texts(unresolved, values) if "${" in text]
+def _from_environment(unresolved: Any, values: Any) -> Iterator[tuple[KeyPath, str]]:
+    """Yields, with their paths, the texts of a recipe that contain an `${oc.env:NAME}`, or refer to one that does."""
+    leaves = [(path, text, value) for path, text, value in _texts(unresolved, values) if "${" in text]
     direct = {str(value) for _, text, value in leaves if "oc.env" in text} - {""}
-    for place, text, value in leaves:
+    for path, text, value in leaves:
         if "oc.env" in text or any(secret in str(value) for secret in direct):
-            yield place, text
+            yield path, text
 
 
-def _texts(unresolved: Any, values: Any, *place: str | int) -> Iterator[tuple[Place, str, Any]]:
-    """The place of each text, the text, and what it is resolved to."""
+def _texts(unresolved: Any, values: Any, *path: str | int) -> Iterator[tuple[KeyPath, str, Any]]:
+    """Yields the path of each text, the text, and its resolved value."""
     if isinstance(unresolved, str):
-        yield place, unresolved, values
+        yield path, unresolved, values
     elif isinstance(unresolved, dict | list):
         for key, inner in unresolved.items() if isinstance(unresolved, dict) else enumerate(unresolved):
-            yield from _texts(inner, values[key], *place, str(key) if isinstance(unresolved, dict) else key)
+            yield from _texts(inner, values[key], *path, str(key) if isinstance(unresolved, dict) else key)
 
 
 def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
-    """The recipe's mapping with its includes and the overrides, and the same with all interpolations filled in."""
+    """The recipe's mapping with includes and overrides, first unresolved, then with interpolations filled in."""
     try:
         merged = read_yaml(recipe)
     except ValueError as error:
         raise UserError(str(error)) from error
     if any(override.startswith("algorithm.preset=") for override in overrides):
-        section = merged.get("algorithm")  # of a run's config.yaml, say, in which a preset has set keys
+        section = merged.get("algorithm")  # in a run's config.yaml, for example, where a preset has set keys
         for key in PRESET_KEYS if isinstance(section, DictConfig) else ():
             section.pop(key, None)
     for override in overrides:
@@ -121,24 +121,24 @@ def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
 
 
 def sentences(error: ValidationError, values: Any, public: Any = None) -> list[str]:
-    """One for each key of `values`, which were to be validated, that is wrong. `public`: the same without secrets."""
-    grouped: dict[Place, list[ErrorDetails]] = {}
+    """A sentence for each wrong key of `values`, which failed to validate. `public` are the values without secrets."""
+    grouped: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors():
-        place = _place(details, values)
-        with suppress(LookupError, TypeError):  # a place that is not there
-            details["input"] = details["input"] if public is None else reduce(getitem, place, public)
-        grouped.setdefault(place, []).append(details)
-    return [_sentence(".".join(map(str, place)) or "it", errors) for place, errors in grouped.items()]
+        path = _path(details, values)
+        with suppress(LookupError, TypeError):  # the path does not exist
+            details["input"] = details["input"] if public is None else reduce(getitem, path, public)
+        grouped.setdefault(path, []).append(details)
+    return [_sentence(".".join(map(str, path)) or "it", errors) for path, errors in grouped.items()]
 
 
 def to_yaml(config: TrainConfig, mask: bool = False) -> str:
-    """The configuration for a run's files, readable by `load_config`; or, masked, to be shown."""
+    """The configuration as YAML, for a run's files and `load_config`; or, masked, for display."""
     recipe = masked(config.recorded()) if mask else config.recorded()
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
 
 
 def masked(value: Any, key: str = "", hidden: str = "env") -> Any:
-    """A recorded recipe, or a part of it, with *** for interpolations and for all values of mappings named `hidden`."""
+    """Replaces interpolations, and values of mappings named `hidden`, by *** in a recorded recipe or a part of it."""
     if key == hidden and value:
         return dict.fromkeys(value, "***") if isinstance(value, dict) else "***"
     if isinstance(value, dict):
@@ -151,7 +151,7 @@ def masked(value: Any, key: str = "", hidden: str = "env") -> Any:
 
 
 def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key with its dotted path, sections first, then what they contain; N is a place in a list, NAME any name."""
+    """Yields every key with its dotted path, a section before its keys; N is an index in a list, NAME any name."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         inner, path = field.annotation, f"{prefix}{name}."
@@ -162,7 +162,7 @@ def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterat
 
 
 def _odd_values(value: Any, *path: str) -> Iterator[str]:
-    """Sentences about what no key takes: values nested too deep, and texts that are in no file's name and no UTF-8."""
+    """Yields sentences about values that no key takes: those nested too deep, and texts with NUL or not in UTF-8."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if len(path) > _DEEPEST:
         yield f"{'.'.join(path[:3])} holds lists or mappings more than {_DEEPEST} deep: make it flatter"
@@ -173,8 +173,8 @@ def _odd_values(value: Any, *path: str) -> Iterator[str]:
         yield f"{'.'.join(path)} is {shown(value)}, but should be text in UTF-8 without NUL characters"
 
 
-def _place(error: ErrorDetails, values: Any) -> Place:
-    """The place of the value that an error is about; Pydantic's own also names the members of a union."""
+def _path(error: ErrorDetails, values: Any) -> KeyPath:
+    """The path of the value that an error is about; Pydantic's location also names members of a union."""
     path: list[str | int] = []
     for part in error["loc"]:
         there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
@@ -186,7 +186,7 @@ def _place(error: ErrorDetails, values: Any) -> Place:
 
 
 def _sentence(key: str, errors: list[ErrorDetails]) -> str:
-    """The sentence about one key, for which each member of a union may have its own error."""
+    """The sentence about one key; each member of a union may have an error of its own."""
     error = errors[0]
     if error["type"] == "extra_forbidden" and key in RENAMED:
         (new, values), value = RENAMED[key], error["input"]
@@ -202,7 +202,7 @@ def _sentence(key: str, errors: list[ErrorDetails]) -> str:
     if error["type"] == "missing":
         return f"{key} is missing: set it in the recipe or by --{key}"
     if error["type"] == "string_pattern_mismatch":
-        return f"{key} is {shown(error['input'])}, but may hold only letters, digits, '_', '-' and, inside, '.'"
+        return f"{key} is {shown(error['input'])}, but may have only letters, digits, '_', '-' and, inside, '.'"
     return f"{key} is {shown(error['input'])}, but should {' or '.join(dict.fromkeys(map(_wanted, errors)))}"
 
 
@@ -215,7 +215,7 @@ def _wanted(error: ErrorDetails) -> str:
 
 
 def _nearest(key: str) -> str:
-    """The known key closest to an unknown one: by its name in any section, else by the whole path."""
+    """A hint that names the key closest to an unknown one: by its name in any section, else by the whole path."""
     key = re.sub(r"\.\d+\.", ".N.", re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key))
     keys = [name for name, _ in known_keys()]
     leaves: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Parts of a recipe's sections: their base class, and the kinds of numbers and texts that keys hold.
+"""The base class of a recipe's sections, and the types of numbers and texts that keys hold.
 
-Every number has both its bounds, wide enough for any run that could work: a deadline of 1e300 s overflows somewhere,
-and what is smaller than 1e-20 is as good as 0 to float32.
+Every number has a lower and an upper bound, wide enough for any run that could work: a deadline of 1e300 s overflows
+somewhere, and a number below 1e-20 is as good as 0 in float32.
 """
 
 import difflib
@@ -28,28 +28,28 @@ _LARGEST = 1e9
 
 
 def key(default: Any, meaning: str, /, **values: str) -> Any:
-    """A key's default (...: it has none), its meaning, and what each of its values means."""
+    """Declares a key of a section: its default (`...` if it has none), its help text, and the help of its values."""
     extra: Any = {"values": values}
     return Field(default=default, description=meaning, json_schema_extra=extra)
 
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """A text that must be a name in a table; where `own`, it may also name a function, `pkg.mod:fn` or `file.py:fn`."""
+    """Validates that a text is a name in a table, or, with `custom`, names a function, `pkg.mod:fn` or `file.py:fn`."""
 
-    table: Mapping[str, Any]  # of entries with a `meaning`
-    own: bool = False
+    table: Mapping[str, Any]  # its entries have a `meaning`
+    custom: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(core) | {"examples" if self.own else "enum": [*self.table]}
+        return handler(core) | {"examples" if self.custom else "enum": [*self.table]}
 
     def _check(self, value: str) -> str:
-        if value in self.table or (self.own and ":" in value):
+        if value in self.table or (self.custom and ":" in value):
             return value
-        names = [*map(repr, self.table), *["pkg.mod:fn", "file.py:fn"] * self.own]
+        names = [*map(repr, self.table), *["pkg.mod:fn", "file.py:fn"] * self.custom]
         close = difflib.get_close_matches(value, self.table, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"should be {', '.join(names[:-1])} or {names[-1]}{hint}")
@@ -70,32 +70,32 @@ def _zero_or_enough(value: float) -> float:
 _NUMBER = BeforeValidator(_not_bool)
 Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
 Natural = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
-Held = Annotated[int, Field(ge=1, le=2**16), _NUMBER]  # as many are in memory at the same time
+Size = Annotated[int, Field(ge=1, le=2**16), _NUMBER]  # of things that are in memory at the same time
 Processes = Annotated[int, Field(ge=1, le=256), _NUMBER]
 Mebibytes = Annotated[int, Field(ge=1, le=2**20), _NUMBER]
-Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]  # NumPy takes no larger one, and vLLM hands it on to NumPy
+Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]  # NumPy's range, since vLLM passes seeds on to NumPy
 Positive = Annotated[float, Field(ge=1e-20, le=_LARGEST), _NUMBER]
 Rate = Annotated[float, Field(ge=1e-20, le=1), _NUMBER]
 NotNegative = Annotated[float, Field(ge=0, le=_LARGEST), _NUMBER]
 Amount = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST), _NUMBER]
 Share = Annotated[float, Field(ge=0, le=1), _NUMBER]
-Part = Annotated[float, Field(ge=0, lt=1), _NUMBER]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1), _NUMBER]
 Portion = Annotated[float, Field(ge=1e-6, le=1), _NUMBER]
 Softness = Annotated[float, Field(ge=0.01, le=100), _NUMBER]
-Temperature = Annotated[float, Field(ge=0, le=2), _NUMBER, AfterValidator(_zero_or_enough)]  # vLLM takes no higher
-Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]  # eleven days; sockets count milliseconds in 32 bits
-CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # of one call of user code
+Temperature = Annotated[float, Field(ge=0, le=2), _NUMBER, AfterValidator(_zero_or_enough)]  # vLLM's highest is 2
+Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]  # 1e6 s are eleven days; sockets count milliseconds in 32 bits
+CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # for one call of user code
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
 Dtype = Literal["float32", "bfloat16"]
 
 
-Place = tuple[str | int, ...]
-"""The keys, and places in lists, that lead to a value of a recipe."""
+KeyPath = tuple[str | int, ...]
+"""The path of a value in a recipe: the keys, and indices of lists, that lead to it."""
 
 
-def replaced(values: Any, texts: Mapping[Place, str]) -> Any:
-    """A copy of plain containers with these texts in their places; a place that is not there is left out."""
+def replaced(values: Any, texts: Mapping[KeyPath, str]) -> Any:
+    """Copies plain containers and puts each text at its path; a path that does not exist is ignored."""
     changed = deepcopy(values)
     for (*path, last), text in texts.items():
         with suppress(LookupError, TypeError):
@@ -104,6 +104,6 @@ def replaced(values: Any, texts: Mapping[Place, str]) -> Any:
 
 
 class Section(BaseModel):
-    """The base of all sections: no unknown keys, no NaN, no change after loading."""
+    """The base class of all sections: unknown keys and NaN are errors, and nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)

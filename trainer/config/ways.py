@@ -1,42 +1,44 @@
-"""Which ways the weights can take to the engines (`sync.way`), as far as a recipe and torchrun's variables tell."""
+"""The ways that weights can take to the engines (`sync.way`), decided by a recipe and torchrun's variables."""
 
 import os
 from collections.abc import Iterator, Mapping
 
 from trainer.config.machine import resolve_device
-from trainer.config.model_file import REPROCESSED_KEYS, model_config, sees
+from trainer.config.model_file import REPROCESSED_KEYS, is_multimodal, model_config
 from trainer.config.placement import placement
 from trainer.config.schema import TrainConfig
 from trainer.errors import shown
 
 
 def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, str]:
-    """The way that `sync.way: auto` stands for: the first that holds of zero_copy, pull and staged; and why that.
-    `neighbours`: the ranks of a machine.
+    """The way that `sync.way: auto` stands for, the first possible one of zero_copy, pull and staged, and the reason.
+
+    `neighbours` is the number of ranks on a machine.
     """
     if resolve_device(config) == "cuda":
-        return "staged", "since no other has run on a GPU yet"
+        return "staged", "since no other way has run on a GPU yet"
     model = model_config(config.model.path)
     apart = [f"vLLM does not keep the {what} as trained" for key, what in REPROCESSED_KEYS.items() if model.get(key)]
-    apart += ["vLLM cuts the weights of some encoders of images otherwise"] * sees(config.model.path)
+    apart += ["vLLM shards the weights of some image encoders in another way"] * is_multimodal(config.model.path)
     shared = next(iter([*zero_copy_obstacles(config, ranks), *apart]), None)
     if shared is None:
-        return "zero_copy", "since one rank and its engine keep weights alike"
+        return "zero_copy", "since one rank and its engine keep weights in the same layout"
     pulled = next(pull_obstacles(config, ranks, neighbours), None)
     if pulled is None:
         return "pull", f"since the engine can read all shards here (not zero_copy: {_fact(shared)})"
     return "staged", f"since engines cannot read shards here: {_fact(pulled)}"
 
 
-def settled(config: TrainConfig, ranks: int, neighbours: int) -> tuple[TrainConfig, str]:
-    """The recipe with a way in the place of `auto`, and a sentence that says which and why; "" where one was named, or
-    engines are apart: then there is only one.
+def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[TrainConfig, str]:
+    """The recipe with `auto` replaced by the chosen way, and a sentence that says which way and why.
+
+    The sentence is empty if the recipe names a way, or if engines are on other devices, which have only one way.
     """
     if config.sync.way != "auto" or placement(config).apart:
         return config, ""
     way, why = chosen_way(config, ranks, neighbours)
-    settled = config.model_copy(update={"sync": config.sync.model_copy(update={"way": way})})
-    return settled, f"sync.way is {way}, {why}"
+    changed = config.model_copy(update={"sync": config.sync.model_copy(update={"way": way})})
+    return changed, f"sync.way is {way}, {why}"
 
 
 def _fact(obstacle: str) -> str:
@@ -45,12 +47,12 @@ def _fact(obstacle: str) -> str:
 
 
 def local_ranks(environ: Mapping[str, str], ranks: int) -> int:
-    """The ranks of this machine: all `ranks`, unless torchrun says otherwise."""
+    """The number of ranks on this machine: all `ranks`, unless torchrun says otherwise."""
     return int(environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """What must hold for trainer or engine to use the other's memory."""
+    """Yields a sentence for each reason why the recipe's sync.way is not possible."""
     sync = config.sync
     if placement(config).apart:  # `check_placement` has the rest
         return
@@ -65,13 +67,13 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
 
 
 def zero_copy_obstacles(config: TrainConfig, ranks: int) -> Iterator[str]:
-    """Why trainer and engine cannot have one memory for one layout of weights, as far as settings tell."""
+    """Yields the reasons, in the settings, why trainer and engine cannot share one memory for weights."""
     engine, policy = config.engine, config.policy
     reasons = {
         f"there are {ranks} ranks: start one": ranks > 1,
-        "engine.tensor_parallel_size cuts them: set it to 1": engine.tensor_parallel_size > 1,
-        "policy.backend is deepspeed, which has its own: set it to fsdp": policy.backend != "fsdp",
-        "lora.rank adds adapters to them: set it to 0": config.lora.rank > 0,
+        "engine.tensor_parallel_size shards them: set it to 1": engine.tensor_parallel_size > 1,
+        "policy.backend is deepspeed, which keeps its own: set it to fsdp": policy.backend != "fsdp",
+        "lora.rank adds adapters to the weights: set it to 0": config.lora.rank > 0,
         f"engine.dtype is not policy.dtype: set it to {policy.dtype}": engine.dtype not in (None, policy.dtype),
         **_record_obstacles(config),
     }
@@ -79,14 +81,14 @@ def zero_copy_obstacles(config: TrainConfig, ranks: int) -> Iterator[str]:
 
 
 def pull_obstacles(config: TrainConfig, ranks: int, local_ranks: int) -> Iterator[str]:
-    """Why engines cannot read weights out of the ranks' shards, as far as settings tell."""
+    """Yields the reasons, in the settings, why engines cannot read weights out of the ranks' shards."""
     policy = config.policy
     deepspeed, size = policy.backend == "deepspeed", policy.shard_size or ranks
     reasons = {
-        "policy.zero_stage below 3 cuts no weights: set it to 3": deepspeed and policy.zero_stage < 3,
-        "policy.offload moves them away in every shift: set it to optimizer": policy.offload == "all",
+        "policy.zero_stage below 3 shards no weights: set it to 3": deepspeed and policy.zero_stage < 3,
+        "policy.offload moves weights away in every shift: set it to optimizer": policy.offload == "all",
         "lora.sync sends the adapter by itself: set it to merged": config.lora.engines_apply,
-        f"a copy of the model is cut over {size} ranks, and a machine has {local_ranks}: set policy.shard_size": (
+        f"a copy of the model is sharded over {size} ranks, and a machine has {local_ranks}: set policy.shard_size": (
             local_ranks % size > 0
         ),
         **_record_obstacles(config),
@@ -95,9 +97,9 @@ def pull_obstacles(config: TrainConfig, ranks: int, local_ranks: int) -> Iterato
 
 
 def _record_obstacles(config: TrainConfig) -> dict[str, bool]:
-    """Why it is not known where in an engine's memory weights belong."""
+    """The reasons, and whether each holds, why the place of weights in an engine's memory is unknown."""
     packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
     return {
         "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,
-        "sync.replay is false, and only the record tells where they are: set it to true": not config.sync.replay,
+        "sync.replay is false, and only the record says where they are: set it to true": not config.sync.replay,
     }

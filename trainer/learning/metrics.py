@@ -67,7 +67,7 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
     about single tokens, else the usual one. Nothing without tokens: what was not measured is not 0.
     """
     pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
-    by_token = config.loss_record.band and not LEVELS[config.ratio_level].whole
+    by_token = config.loss_record.band and not LEVELS[config.ratio_level].by_answer
     low, high = (config.clip_low, config.clip_high) if by_token else (0.2, 0.28)
     assert low is not None and high is not None
     difference = pairs[0] - pairs[1]

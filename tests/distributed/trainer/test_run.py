@@ -184,7 +184,7 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
     shared = Run(recipe, ranks=1, name="run", preloaded=True)
     assert shared.wait() == 0, shared.output()
     shared.assert_gone()
-    assert "sync.way is zero_copy, since one rank and its engine keep weights alike" in shared.output()
+    assert "sync.way is zero_copy, since one rank and its engine keep weights in the same layout" in shared.output()
     copying = Run(recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run", preloaded=True)
     assert copying.wait() == 0, copying.output()
     rows = copying.rows()

@@ -98,7 +98,7 @@ def test_eval_of_any_model_takes_a_recipe_but_for_its_model(tiny_qwen2: Path, fo
         (["MODEL"], "is not a run's folder: name a recipe after it"),
         (["absent/model/x", "recipe.yaml"], "model.path: there is no folder absent/model/x"),
         (["unfinished"], "has no model yet: its run is not finished"),
-        (["MODEL", "recipe.yaml", "--eval.k", "[2]"], "eval.k asks for k = 2, but eval.samples = 1"),
+        (["MODEL", "recipe.yaml", "--eval.k", "[2]"], "eval.k has k = 2, but eval.samples = 1"),
         (["MODEL", "recipe.yaml", "--eval.datasets.greedy.path", "no.jsonl"], "eval.datasets.greedy.path: there is no"),
         (["MODEL", "recipe.yaml", "--eval.datasets.greedy.prompt_ky", "x"], "mean eval.datasets.NAME.prompt_key?"),
         (["MODEL", "recipe.yaml", "--eval.datasets.greedy.prompt_key", "x"], "prompt_key = 'x' of eval.datasets is no"),

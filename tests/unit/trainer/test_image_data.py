@@ -249,7 +249,7 @@ def test_rows_of_a_warm_start_are_refused_as_those_of_training(
     ("changes", "sentence"),
     [
         ({"data.image_key": "image"}, "data.image_key is set, but data.max_images is 0"),
-        ({"data.max_images": 1}, "has no part for images"),
+        ({"data.max_images": 1}, "takes no images"),
         ({"data.max_images": 1, "engine.extra": {"mm_processor_kwargs": {}}}, "engine.extra has mm_processor_kwargs"),
     ],
 )

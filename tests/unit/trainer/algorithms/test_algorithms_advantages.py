@@ -121,7 +121,7 @@ def test_turn_values_reach_the_right_tokens() -> None:
             spread[row, tokens] = values[row, turn]
     assert torch.equal(advantages.at_turn_ends(values, MASK), ends)
     assert torch.equal(advantages.spread_over_turns(values, MASK), spread)
-    with pytest.raises(ValueError, match="3 turns, but values for only 2"):
+    with pytest.raises(ValueError, match="3 turns, but there are values for 2 only"):
         advantages.spread_over_turns(values[:, :2], MASK)
 
 

@@ -59,7 +59,10 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator is k1, whose gradient in the loss is 0"),
         ({**IN_REWARD, "kl_estimator": "k3"}, "kl_estimator is k3, but in the reward only k1"),
         ({**IN_REWARD, "kl_estimator": "k1", "credit": "turns"}, "kl_in is reward, but turns are compared"),
-        ({**IN_REWARD, "kl_estimator": "k1", "advantage": "max_rl"}, "kl_in is reward, which makes some negative"),
+        (
+            {**IN_REWARD, "kl_estimator": "k1", "advantage": "max_rl"},
+            "kl_in is reward, which makes some rewards negative",
+        ),
         ({"loss": "reinforce", "num_iterations": 2}, r"loss is reinforce, but .* = 2: .* make it 1"),
         ({"loss": "reinforce", "ratio_level": "geometric"}, "ratio_level is geometric, but the loss reinforce has no"),
         ({"dual_clip": 1.28}, "dual_clip is 1.28, but must be above 1 \\+ clip_high = 1.28"),
@@ -76,11 +79,14 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"combine_rewards": "normalize_then_sum", "advantage": "gae"}, "combine_rewards .* not with gae"),
         ({"combine_rewards": "normalize_then_sum", "credit": "turns"}, "credit and combine_rewards"),
         ({"combine_rewards": "normalize_then_sum", "length_strength": 0.3}, "length_strength and combine_rewards"),
-        ({"keep_band": [1.1, 2.0]}, r"keep_band is \[1.1, 2.0\], but must have 1"),
+        ({"keep_band": [1.1, 2.0]}, r"keep_band is \[1.1, 2.0\], but must include 1"),
         ({"advantage": "distill"}, "teacher is missing"),
         ({"teacher": "t"}, "teacher is set, but algorithm.advantage is group: only distill"),
         ({"preset": "distill", "teacher": "t", "kl_coef": 0.1}, "kl_coef is set, but the teacher takes"),
-        ({"preset": "distill", "teacher": "t", "drop_zero_variance": True}, "advantage is distill, which no reward"),
+        (
+            {"preset": "distill", "teacher": "t", "drop_zero_variance": True},
+            "advantage is distill, which uses no rewards",
+        ),
         ({"at_bound": "fill"}, "at_bound is fill, but all groups are kept"),
     ],
 )

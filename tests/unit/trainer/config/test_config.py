@@ -128,7 +128,7 @@ def test_overrides_are_told_from_options() -> None:
         ("quux=1", "quux is not a known key; see --help for all of them"),
         ("policy.lr=-1", "policy.lr is -1, but should be at least 1e-20"),
         ("policy.lr=.nan", "policy.lr is nan, but should be a finite number"),
-        ("run.name=../up", "run.name is '../up', but may hold only letters, digits, '_', '-' and, inside, '.'"),
+        ("run.name=../up", "run.name is '../up', but may have only letters, digits, '_', '-' and, inside, '.'"),
         ("data.path=${oc.env:HOTBUNK_TEST_ABSENT}", "Environment variable 'HOTBUNK_TEST_ABSENT' not found"),
         ("run.steps=[1", "--run.steps=[1 cannot be applied"),
     ],

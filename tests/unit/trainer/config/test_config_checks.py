@@ -11,7 +11,7 @@ import pytest
 
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, without_expandable_segments
-from trainer.config.model_file import model_config, sees
+from trainer.config.model_file import is_multimodal, model_config
 from trainer.config.schema import TrainConfig
 from trainer.data import load_rows
 from trainer.errors import UserError
@@ -70,10 +70,10 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         (
             {"batch": {"prompts_per_step": 7, "updates_per_step": 4}, "algorithm": {"group_size": 2}},
             7,
-            "= 14 leaves some of 7 ranks without an answer in an update, since the smallest of 4 has 2",
+            "= 14 leaves some of 7 ranks without an answer in an update, since the smallest of 4 updates has 2",
         ),
-        ({"run": {"steps": 9, "profile": [8, 10]}}, 1, r"run.profile = \[8, 10\], but .* first and last .* 1 to 9"),
-        ({"run": {"profile": [3, 2]}}, 1, r"run.profile = \[3, 2\], but should be first and last of the steps 1 to"),
+        ({"run": {"steps": 9, "profile": [8, 10]}}, 1, r"run.profile = \[8, 10\], but .* first and a last .* 1 to 9"),
+        ({"run": {"profile": [3, 2]}}, 1, r"run.profile = \[3, 2\], but should be a first and a last step within 1 to"),
         ({"sampling": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ sampling.max_tokens = 2049 is more than"),
         ({"eval": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ eval.max_tokens = 2049 is more than"),
         ({"engine": {"max_model_len": 2049}}, 1, "engine.max_model_len = 2049 is more than the 2048 positions"),
@@ -133,9 +133,9 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         (
             {"checkpoint": {"resume_anyway": ["modle"]}},
             1,
-            "checkpoint.resume_anyway: no run is compared by 'modle'",
+            "checkpoint.resume_anyway: a run is not compared by 'modle'",
         ),
-        ({"checkpoint": {"keep_best": 1}}, 1, "checkpoint.keep_best goes by eval/accuracy, but eval.every is 0"),
+        ({"checkpoint": {"keep_best": 1}}, 1, "checkpoint.keep_best depends on eval/accuracy, but eval.every is 0"),
     ],
 )
 def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentence: str) -> None:
@@ -176,7 +176,7 @@ def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pyte
     monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
     keys: dict = {"run": {"device": "cuda"}, "lora": {"rank": 8}, "policy": {"dtype": "float32"}}
     (sentence,) = problems(config, keys)
-    assert sentence.startswith("lora.sync is adapter, but vLLM on CUDA has none in float32")
+    assert sentence.startswith("lora.sync is adapter, impossible on CUDA in float32")
     mended = ({"engine": {"dtype": "bfloat16"}}, {"lora": {"rank": 8, "sync": "merged"}}, {"run": {"device": "cpu"}})
     assert [problems(config, keys | change) for change in mended] == [[], [], []]
 
@@ -198,7 +198,7 @@ def test_quantised_engines_and_models_are_refused_in_training(
     assert problems(config, {"engine": {"extra": extra}}, "eval") == []  # which syncs nothing
     assert problems(config, {"engine": {"extra": {"quantization": None, "hf_overrides": {}}}}) == []
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"quantization_config": {"quant_method": "gptq"}}))
-    reason = "is quantised, and cannot be trained: name the model it was made from"
+    reason = "is quantised and cannot be trained: name the model it was made from"
     for command in ("train", "sft"):
         assert problems(config, {}, command) == [f"model.path: {tmp_path} {reason}"]
 
@@ -350,12 +350,12 @@ ZERO_COPY = {"sync": {"way": "zero_copy"}, "engine": {"plain_cpu_weights": True}
     ("section", "changes", "world", "sentence"),
     [
         ("engine", {"tensor_parallel_size": 2}, 2, "there are 2 ranks: start one"),
-        ("engine", {"tensor_parallel_size": 2}, 2, "engine.tensor_parallel_size cuts them: set it to 1"),
+        ("engine", {"tensor_parallel_size": 2}, 2, "engine.tensor_parallel_size shards them: set it to 1"),
         ("engine", {"dtype": "float32"}, 1, "engine.dtype is not policy.dtype: set it to bfloat16"),
         ("engine", {"plain_cpu_weights": False}, 1, "vLLM packs them: set it to true"),
-        ("policy", {"backend": "deepspeed"}, 1, "which has its own: set it to fsdp"),
-        ("lora", {"rank": 8}, 1, "lora.rank adds adapters to them: set it to 0"),
-        ("sync", {"replay": False}, 1, "only the record tells where they are: set it to true"),
+        ("policy", {"backend": "deepspeed"}, 1, "which keeps its own: set it to fsdp"),
+        ("lora", {"rank": 8}, 1, "lora.rank adds adapters to the weights: set it to 0"),
+        ("sync", {"replay": False}, 1, "only the record says where they are: set it to true"),
     ],
 )
 def test_weights_are_shared_only_where_both_hold_them_whole_and_alike(
@@ -392,7 +392,7 @@ def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_rou
         (sentence,) = problems(config, {"model": {"routes": "engine"}, "engine": {"extra": {"aux_output_config": {}}}})
         assert sentence == "engine.extra.aux_output_config is Hotbunk's to set: set model.routes instead"
         (sentence,) = problems(config, {"lora": {"rank": 4}})
-        assert sentence.startswith("lora.sync is adapter, but vLLM on CPU has none for mixtures")
+        assert sentence.startswith("lora.sync is adapter, which vLLM on CPU cannot do for mixtures")
 
 
 def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(config: dict, tmp_path: Path) -> None:
@@ -429,9 +429,9 @@ def test_without_a_network_a_name_that_is_not_a_folder_is_refused(
     cached = tmp_path / "config.json"
     cached.write_text('{"hidden_size": 8}')
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(cached))
-    assert model_config("mine/modle") == {"hidden_size": 8} and not sees("mine/modle")
+    assert model_config("mine/modle") == {"hidden_size": 8} and not is_multimodal("mine/modle")
     cached.write_text('{"vision_config": {"depth": 1}}')
-    assert sees("mine/modle")
+    assert is_multimodal("mine/modle")
 
 
 def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools(config: dict) -> None:

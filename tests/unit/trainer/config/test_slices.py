@@ -43,9 +43,9 @@ def said(config: TrainConfig) -> list[str]:
         ),
         (
             {"rollout": CUT, "engine": {"logits_processors": ["a:B"]}},
-            "engine.logits_processors would take an answer that goes on",
+            "engine.logits_processors would take an answer that continues",
         ),
-        ({"rollout": CUT | {"sampler": "a:B"}}, "rollout.sampler wants its whole batch at once"),
+        ({"rollout": CUT | {"sampler": "a:B"}}, "rollout.sampler takes its whole batch at once"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_slices_is_one_sentence(sections: dict[str, Any], sentence: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.trainer.config.test_config_checks import MODEL, problems
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import settled
+from trainer.config.ways import with_chosen_way
 
 PLAIN = {"engine": {"plain_cpu_weights": True}}
 
@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
 
 def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None = None) -> str:
     recipe = TrainConfig.model_validate({**config, **changes, "sync": {"way": "auto"} | changes.get("sync", {})})
-    chosen, why = settled(recipe, ranks, neighbours or ranks)
+    chosen, why = with_chosen_way(recipe, ranks, neighbours or ranks)
     assert why.startswith(f"sync.way is {chosen.sync.way}, since ")
     return why.removeprefix("sync.way is ")
 
@@ -36,15 +36,20 @@ def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None =
 @pytest.mark.parametrize(
     ("changes", "ranks", "neighbours", "way"),
     [
-        (PLAIN, 1, 1, "zero_copy, since one rank and its engine keep weights alike"),
+        (PLAIN, 1, 1, "zero_copy, since one rank and its engine keep weights in the same layout"),
         (PLAIN, 2, 2, "pull, since the engine can read all shards here (not zero_copy: there are 2 ranks)"),
         (PLAIN | {"lora": {"rank": 4, "sync": "merged"}}, 1, 1, "pull, since"),
         ({}, 2, 2, "staged, since engines cannot read shards here: engine.plain_cpu_weights is false, so that vLLM"),
-        (PLAIN, 4, 2, "staged, since engines cannot read shards here: a copy of the model is cut over 4 ranks, and"),
+        (
+            PLAIN,
+            4,
+            2,
+            "staged, since engines cannot read shards here: a copy of the model is sharded over 4 ranks, and",
+        ),
         (PLAIN | {"policy": {"shard_size": 2}}, 4, 2, "pull, since"),
         (PLAIN | {"lora": {"rank": 4}}, 2, 2, "staged, since engines cannot read shards here: lora.sync sends the"),
         (PLAIN | {"policy": {"offload": "all"}}, 2, 2, "staged, since engines cannot read shards here: policy.offload"),
-        ({"run": {"device": "cuda"}}, 2, 2, "staged, since no other has run on a GPU yet"),
+        ({"run": {"device": "cuda"}}, 2, 2, "staged, since no other way has run on a GPU yet"),
     ],
 )
 def test_auto_is_the_first_way_that_holds(config: dict, changes: dict, ranks: int, neighbours: int, way: str) -> None:
@@ -63,18 +68,18 @@ def test_models_that_vllm_keeps_otherwise_are_pulled_as_far_as_can_be(config: di
 def test_a_way_that_was_named_is_left_alone(config: dict) -> None:
     for way in ("staged", "pull", "zero_copy", "storage"):
         recipe = TrainConfig.model_validate(config | {"sync": {"way": way}})
-        assert settled(recipe, 1, 1) == (recipe, "")
+        assert with_chosen_way(recipe, 1, 1) == (recipe, "")
 
 
 @pytest.mark.parametrize(
     ("changes", "ranks", "sentence"),
     [
         ({"engine": {}}, 2, "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true"),
-        ({"sync": {"way": "pull", "replay": False}}, 2, "sync.replay is false, and only the record tells"),
-        ({"policy": {"offload": "all"}}, 2, "policy.offload moves them away in every shift: set it to optimizer"),
-        ({"policy": {"backend": "deepspeed", "zero_stage": 2}}, 2, "policy.zero_stage below 3 cuts no weights"),
+        ({"sync": {"way": "pull", "replay": False}}, 2, "sync.replay is false, and only the record says"),
+        ({"policy": {"offload": "all"}}, 2, "policy.offload moves weights away in every shift: set it to optimizer"),
+        ({"policy": {"backend": "deepspeed", "zero_stage": 2}}, 2, "policy.zero_stage below 3 shards no weights"),
         ({"lora": {"rank": 4}}, 2, "lora.sync sends the adapter by itself: set it to merged"),
-        ({}, 4, "a copy of the model is cut over 4 ranks, and a machine has 2: set policy.shard_size"),
+        ({}, 4, "a copy of the model is sharded over 4 ranks, and a machine has 2: set policy.shard_size"),
     ],
 )
 def test_what_keeps_engines_from_reading_shards_is_named(

@@ -174,7 +174,8 @@ def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2
     assert not any(compared(plan, BILLION, 8, replace(GPU, memory_gib=1.0), lengths)), "none fits"
     three = config(tiny_qwen2, engine={"tensor_parallel_size": 3})
     assert (
-        "cannot be engines of engine.tensor_parallel_size = 3" in list(comparison(three, BILLION, 8, GPU, lengths))[-1]
+        "cannot form engines of engine.tensor_parallel_size = 3"
+        in list(comparison(three, BILLION, 8, GPU, lengths))[-1]
     )
 
 

@@ -139,13 +139,13 @@ def wrong(tmp_path: Path) -> str:
         (
             "loss",
             "unknown",
-            "asks for rewards_of_others, but is given log_ratio, logprobs, old_logprobs, adv",
+            "asks for rewards_of_others, but gets log_ratio, logprobs, old_logprobs, adv",
         ),
         ("loss", "starred", "takes *tensors, but is called by name"),
-        ("loss", "seven", "does not say what it takes: name a Python function"),
+        ("loss", "seven", "has no signature to read: name a Python function"),
         ("loss", "rasies", "has no 'rasies'; did you mean raises?"),
         ("loss", "no_ratios", "without ratios only the first update"),
-        ("advantage", "whole_step", "asks for values, but without mask is given rewards and keys of the section"),
+        ("advantage", "whole_step", "asks for values, but without mask gets rewards and keys of the section"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_anything_loads(

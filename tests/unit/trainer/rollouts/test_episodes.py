@@ -125,9 +125,9 @@ def test_a_rate_is_for_a_tool_that_there_is(code: Path) -> None:
     [
         ({"custom": "a:b", "sampler": "c:d"}, "rollout.custom and rollout.sampler are both set"),
         ({"tools": ["a:b"], "client": "c:d"}, "rollout.client calls its tools itself"),
-        ({"kwargs": {"a": 1}}, "nothing takes them"),
-        ({"environment": "a:b", "tool_parser": "inline"}, "goes with rollout.tools only: rollout.environment"),
-        ({"tool_error": "oops"}, "must say {error}"),
+        ({"kwargs": {"a": 1}}, "only environment, custom, sampler or client take them"),
+        ({"environment": "a:b", "tool_parser": "inline"}, "works with rollout.tools only: rollout.environment"),
+        ({"tool_error": "oops"}, "must have {error}"),
         ({"tools": ["a:b"], "inline_tags": {"end": "!"}}, "rollout.inline_tags is set, but rollout.tool_parser is not"),
         (
             {"tools": ["a:b"], "tool_parser": "inline", "inline_tags": {"start": "!", "end": "!"}},
@@ -150,7 +150,8 @@ def test_a_reward_for_failures_is_refused_where_these_are_left_out() -> None:
 
     (problem,) = about(error_reward=-1)
     assert problem == (
-        "reward.error_reward is -1, but reward.failed is leave_out: set that to error_reward, or leave error_reward out"
+        "reward.error_reward is -1, but reward.failed is leave_out: "
+        "set reward.failed to error_reward, or leave error_reward out"
     )
     assert about(error_reward=-1, failed="error_reward") == about(failed="leave_out") == []
 
