@@ -4,6 +4,8 @@ The scripts run in a copy of the clone, with programs replaced by stubs; the tes
 """
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -232,6 +234,24 @@ def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, rec
     assert first.endswith("--constraint scripts/requirements/cuda.txt setuptools uv")
     assert "--no-deps" in then_all and "requirements/cuda.txt" in then_all
     assert "requirements/cpu.txt" in recorded(HOTBUNK_DEVICE="cpu")
+
+
+def test_the_dockerfile_installs_what_setup_asks_for_and_calls_it(clone: Path, recorded: Callable[..., str]) -> None:
+    """The Debian packages that setup.sh names where something is missing, and the CUDA lock, without a GPU in sight."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert "IT HAS NOT BEEN BUILT" in dockerfile.partition("FROM")[0]
+    installs, setup = re.findall(r"^RUN ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
+    (packages,) = re.findall("--no-install-recommends (.+?) *\\\\\n", installs)
+    *variables, _, script = shlex.split(setup)
+    environment = dict(word.split("=") for word in variables)
+    python = environment["PYTHON"]
+    named = re.findall(r"on Debian: apt install ([^)]+)", (ROOT / "scripts/setup.sh").read_text())
+    asked_for = {name.replace("$version", python.removeprefix("python")) for name in named[:3]}
+    assert set(packages.split()) == {python, f"{python}-venv", f"{python}-dev", "g++"} == {python} | asked_for
+    assert script == "/opt/hotbunk/scripts/setup.sh" and "\nCOPY . /opt/hotbunk\n" in dockerfile
+    assert "ENV PATH=/opt/hotbunk/.venv/bin:" in dockerfile
+    (clone / "bin" / "python3").rename(clone / "bin" / python)
+    assert "requirements/cuda.txt" in recorded(**environment)
 
 
 @pytest.mark.parametrize(("driver", "taken"), [("580.65.06", True), ("610.1", True), ("570.133.20", False)])

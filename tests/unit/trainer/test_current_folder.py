@@ -70,7 +70,9 @@ def processes(folder: Path, command: Sequence[str], **environment: str) -> int:
 def test_the_console_script_runs_ours_here_and_in_spawned_processes(folder: Path) -> None:
     script = folder / "bin" / "hotbunk"  # as pip writes it
     script.parent.mkdir()
-    script.write_text("import sys\nfrom trainer.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    script.write_text(
+        "import sys\nfrom hotbunk.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
     assert processes(folder, [sys.executable, str(script)]) == 2
 
 
