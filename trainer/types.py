@@ -155,7 +155,7 @@ class MicroBatch:
     rows: list[int] = field(default_factory=list)
     old_logprobs: Tensor | None = None  # [B, T-1] float32 of the policy the step began with, once computed
     ref_logprobs: Tensor | None = None  # [B, T-1] float32 of the reference policy, once computed
-    decisive: Tensor | None = None  # [B, T-1] bool, the tokens that the policy loss counts; None: all
+    high_entropy: Tensor | None = None  # [B, T-1] bool, the tokens in the policy loss; None: all
     old_values: Tensor | None = None  # [B, T-1] float32 of the critic the step began with, once computed
     returns: Tensor | None = None  # [B, T-1] float32, the critic's targets
     # a mixture's, by `RouteFormat`, of the tokens of the model's input, on the host; None: its routers decide

@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig
 
 from generation.trajectory import Trajectory
 from sharding.ranks import is_main, rank, world_size
-from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.answers import exchange_samples, gather_answers
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import to_sample
 from trainer.policy.fsdp import FsdpPolicy
@@ -63,7 +63,7 @@ def exchange(own: list[Trajectory], format: RouteFormat | None) -> list[Sample]:
     """The samples of this rank, which are the answers of the one before it."""
     gathered = gather_answers(own)
     shares = [[n for n, a in enumerate(gathered) if a.rank == (r - 1) % world_size()] for r in range(world_size())]
-    [samples] = hand_over([gathered], [shares], partial(to_sample, routes=format), format)
+    [samples] = exchange_samples([gathered], [shares], partial(to_sample, routes=format), format)
     return samples
 
 

@@ -295,7 +295,7 @@ def alone_of(ranks: int) -> Iterator[None]:
 @contextlib.contextmanager
 def others_speak(counted: Counted) -> Iterator[None]:
     """What the other ranks send, where it is not what rank 0 sends."""
-    hand_over, to_all = answers_of.hand_over, answers_of.send_to_all
+    exchange_samples, to_all = answers_of.exchange_samples, answers_of.send_to_all
 
     def show(payloads: list[bytes]) -> list[bytes]:
         counted.coming = [payloads[0], *[msgspec.msgpack.encode({})] * (world_size() - 1)]  # rank 0's are the first
@@ -316,12 +316,12 @@ def others_speak(counted: Counted) -> Iterator[None]:
             return exchanges.all_to_all_bytes(payloads)
 
         with mock.patch.object(answers_of, "all_to_all_bytes", exchange):
-            return hand_over(answers, shares, sample, routes)
+            return exchange_samples(answers, shares, sample, routes)
 
     with (
         mock.patch.object(exchanges, "_swap", swap),
         mock.patch.object(answers_of, "send_to_all", send_to_all),
-        mock.patch("trainer.learning.groups.hand_over", handing_over),
+        mock.patch("trainer.learning.groups.exchange_samples", handing_over),
         mock.patch("trainer.learning.answer_rows.all_to_all_bytes", show),
         mock.patch("sharding.send.push.DigestCheck.different", return_value=[]),  # what was gathered is rank 0's alone
         mock.patch.object(_DistWrapper, "gather_object", plans_of_all),

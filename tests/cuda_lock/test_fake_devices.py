@@ -94,7 +94,7 @@ def one_batch(packing: bool) -> MicroBatch:
     [batch] = micro_batches(checks.make_samples(), 1000, 0, "cpu", count=1, packing=packing)
     tables = ("old_logprobs", "ref_logprobs", "old_values", "returns")
     return dataclasses.replace(
-        batch, decisive=batch.loss_mask > 0, **{name: torch.zeros_like(batch.loss_mask) for name in tables}
+        batch, high_entropy=batch.loss_mask > 0, **{name: torch.zeros_like(batch.loss_mask) for name in tables}
     )
 
 

@@ -17,7 +17,7 @@ from tests.support.learning_steps import TablePolicy, make_config
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.answers import gather_answers
 from trainer.learning.groups import make_groups, prepare, split
-from trainer.learning.learner import mark_decisive
+from trainer.learning.learner import mark_high_entropy
 from trainer.learning.metrics import engine_gap, rollout_metrics
 
 SHARE, VOCABULARY = 64, 11
@@ -81,7 +81,7 @@ def exchange_a_step(results: str) -> None:
     outputs = policy.score(batches, 1.0)
     gaps = [(b.trained(o.logprobs), b.trained(b.engine_logprobs)) for b, o in zip(batches, outputs, strict=True)]
     figures |= received.during(lambda: engine_gap(gaps, config.algorithm))
-    received.during(lambda: mark_decisive(batches, outputs, 0.2))
+    received.during(lambda: mark_high_entropy(batches, outputs, 0.2))
     trained = []
     for minibatch in minibatches:
         for batch in minibatch.batches:
@@ -95,7 +95,7 @@ def exchange_a_step(results: str) -> None:
         "summed": received.summed,
         "figures": figures,
         "trained": trained,
-        "decisive": sum(int(batch.decisive.sum()) for batch in batches if batch.decisive is not None),
+        "decisive": sum(int(batch.high_entropy.sum()) for batch in batches if batch.high_entropy is not None),
         "entropies": [value for b, o in zip(batches, outputs, strict=True) for value in b.trained(o.entropy).tolist()],
     }
     reports = exchange(report)

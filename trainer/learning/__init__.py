@@ -1,15 +1,15 @@
-"""From scored trajectories to optimizer steps.
+"""Learning: the way from scored trajectories to optimizer steps.
 
-    groups        answers by prompt, failed ones left out; their rewards, shaped by length; the batch of each optimizer
-                  step, and which rank trains on what
+    groups        answers by prompt, without failed ones; their rewards, shaped by length; the batch of each optimizer
+                  step, and each rank's share of it
     credit        an advantage for every token
-    policy_loss   the loss of one optimizer step, of the policy and of the critic
+    policy_loss   the loss of one optimizer step, for the policy and for the critic
     metrics       a step's figures
-    learner       one step's learning, read from top to bottom
-    dynamic       which prompts a step samples, and which groups it trains on
+    learner       one step's learning, from top to bottom
+    dynamic       the prompts that a step samples, and the groups that it trains on
 
-Every rank knows all answers (`answers`), so whatever concerns the whole step is computed on each of them alike,
-without a collective, unless it depends on tokens or on what a model says of them.
+Every rank has a summary of all answers (`answers`). Each rank therefore computes by itself, without a collective, what
+concerns the whole step, unless it depends on tokens or on a model's outputs for them.
 """
 
 from trainer.learning.dynamic import StepSampling

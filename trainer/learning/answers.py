@@ -1,8 +1,8 @@
-"""A step's trajectories as every rank knows them: rewards, lengths and groups.
+"""Summaries of a step's trajectories, which every rank has, and the exchange of their tokens between ranks.
 
-Ids, masks and log-probabilities stay on the rank whose engine sampled them until some rank trains on them, and go to
-that rank alone. Beside its share a rank receives `ROW.itemsize` bytes for each trajectory of the step, rewards of turns
-where there are any, and a few bytes from each rank.
+Ids, masks and log-probabilities stay on the rank whose engine sampled them until a rank trains on them, and go to that
+rank alone. Besides its share a rank receives `ROW.itemsize` bytes for each trajectory of the step, rewards of turns if
+there are any, and a few bytes from each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,55 +20,56 @@ from trainer.errors import UserError
 from trainer.types import RouteFormat, Sample
 
 ROW = np.dtype("<i4, <u2, <f8, <i4, <i4, <u2, <u2, u1")
-"""Prompt, sample, reward, length, sampled tokens, turns, runs of sampled tokens, and flags of an `Answer`."""
+"""The encoding of an `Answer`: prompt, sample, reward, length, sampled tokens, turns, runs of sampled tokens, flags."""
 
 _FAILED, _CUT, _FIRST, _MISJUDGED = 1, 2, 4, 8
 
 
 @dataclass
 class Answer:
-    """A trajectory as every rank knows it; see `Trajectory` for what has the same name there."""
+    """The summary of a trajectory that every rank has; fields of the same name are described in `Trajectory`."""
 
-    rank: int  # where its tokens are
+    rank: int  # the rank that has its tokens
     prompt_index: int
     sample_index: int
     reward: float
     length: int  # tokens of prompt and response
-    sampled: int  # tokens that the policy sampled; what tools said is not its own
+    sampled: int  # number of tokens that the policy sampled, without those of tools
     turns: int
-    runs: int  # of sampled tokens, with others in between: what the trainer counts as turns
+    runs: int  # number of runs of sampled tokens with others in between, which the trainer counts as turns
     cut: bool  # finish_reason is "length"
-    begins: bool  # whether the very first token was sampled, which nothing comes before
-    misjudged: str  # not empty where a reward function failed on it, as `error`
-    error: str  # not empty for a trajectory that has failed; its words, if they are known here
+    begins: bool  # True if the very first token was sampled, which no token predicts
+    misjudged: str  # why a reward function failed, generic if it failed on another rank; empty: none failed
+    error: str  # why the trajectory failed; generic if it failed on another rank; empty: it did not fail
     turn_rewards: list[float]
-    old: int = 0  # of the sampled tokens those that earlier versions of the policy sampled
-    trajectory: Trajectory | None = None  # the whole of it, where its tokens are
-    stored_images: Sequence[StoredImage] = ()  # of the prompt's row, which every rank can read
-    reward_parts: dict[str, float] = field(default_factory=dict)  # only where they were asked for, as is the vote
+    old: int = 0  # number of tokens that earlier versions of the policy sampled
+    trajectory: Trajectory | None = None  # on the rank that has its tokens
+    stored_images: Sequence[StoredImage] = ()  # those of the prompt's row, which every rank can read
+    reward_parts: dict[str, float] = field(default_factory=dict)  # like the vote, only with `details`
     vote: str | None = None
 
     def trainable(self, overlong_filter: bool = False, mask_old: bool = False) -> int:
-        """Tokens that are learned; see `Sample.trainable` and `to_sample`."""
+        """The number of tokens to train on; see `Sample.trainable` and `to_sample`."""
         if overlong_filter and self.cut:
             return 0
         return self.sampled - (self.old or self.begins if mask_old else self.begins)
 
 
-def gather_answers(own: Sequence[Trajectory], details: bool = False, version: int | None = None) -> list[Answer]:
+def gather_answers(local: Sequence[Trajectory], details: bool = False, version: int | None = None) -> list[Answer]:
     """The answers of all ranks, ordered by prompt and sample, the same on every rank. Collective.
 
-    `own` is what this rank's engine sampled; with `details`, reward_parts and votes travel, which are of any size. The
-    words of the first error, a reward function's and another, are known on all ranks, those of the others where they
-    happened. `version` is the policy's present one; None: no answer has tokens of an earlier one.
+    `local` are the trajectories that this rank's engine sampled. With `details`, reward_parts and votes, which can have
+    any size, travel too. All ranks get the text of the first error of a reward function and of the first other error;
+    the texts of further errors stay where they happened. `version` is the policy's current version; None: no answer has
+    tokens of an earlier one.
     """
-    with agreed("telling of the answers"):  # a rollout function may have put anything into a trajectory
-        rows = np.array([_row(t) for t in own], dtype=ROW).tobytes()
-        turns = {index: t.turn_rewards for index, t in enumerate(own) if t.turn_rewards}
-        parts = [(t.reward_parts, t.vote) for t in own] if details else []
-        old = {index: count for index, t in enumerate(own) if (count := sum(t.loss_mask[: old_tokens(t, version)]))}
+    with agreed("gathering the answers"):  # a rollout function may have put anything into a trajectory
+        rows = np.array([_row(t) for t in local], dtype=ROW).tobytes()
+        turns = {index: t.turn_rewards for index, t in enumerate(local) if t.turn_rewards}
+        parts = [(t.reward_parts, t.vote) for t in local] if details else []
+        old = {index: count for index, t in enumerate(local) if (count := sum(t.loss_mask[: old_tokens(t, version)]))}
         packed = msgspec.msgpack.encode((rows, turns, old, parts))
-    answers = [answer for who, told in enumerate(send_to_all(packed)) for answer in _decoded(who, told, own)]
+    answers = [answer for source, data in enumerate(send_to_all(packed)) for answer in _decoded(source, data, local)]
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
     for name in ("error", "misjudged"):
         if first := next((a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None):
@@ -78,25 +79,25 @@ def gather_answers(own: Sequence[Trajectory], details: bool = False, version: in
 
 
 def failed_episodes(answers: Sequence[Answer]) -> list[str]:
-    """The error of each episode that has failed for another reason than a reward function."""
+    """The errors of the episodes that failed for another reason than a reward function, one for each episode."""
     episodes = [episode for episode in by_episode(answers) if not any(t.misjudged for t in episode)]
     return [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
 
 
 def old_tokens(trajectory: Trajectory, version: int | None) -> int:
-    """As many of the response's first tokens were there before the policy had that version; None: none was."""
+    """The number of leading response tokens that were sampled before `version`; 0 if it is None."""
     if version is None:
         return 0
-    return next((start for own, start in trajectory.versions if own == version), len(trajectory.response_ids))
+    return next((start for number, start in trajectory.versions if number == version), len(trajectory.response_ids))
 
 
 def token_ages(trajectory: Trajectory, version: int | None) -> list[int]:
-    """Of each response token the updates between the policy that sampled it and `version`; None: there is none."""
+    """The age of each response token, in updates from the policy that sampled it to `version`; all 0 if it is None."""
     if version is None:
         return [0] * len(trajectory.response_ids)
     ends = [start for _, start in trajectory.versions[1:]] + [len(trajectory.response_ids)]
     segments = zip(trajectory.versions, ends, strict=True)
-    return [max(0, version - own) for (own, start), end in segments for _ in range(start, end)]
+    return [max(0, version - sampler) for (sampler, start), end in segments for _ in range(start, end)]
 
 
 def _row(trajectory: Trajectory) -> tuple[Any, ...]:
@@ -109,18 +110,18 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     return *place, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
 
 
-def _decoded(who: int, told: bytes, own: Sequence[Trajectory]) -> list[Answer]:
-    """The answers of one rank; `own`: the trajectories of this one."""
+def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answer]:
+    """The answers of rank `source` from its message; `local` are the trajectories of this rank."""
     rows, turns, old, parts = msgspec.msgpack.decode(
-        told, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
+        data, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
     )
-    answers, afar = [], f"an error on rank {who}"
+    answers, generic = [], f"an error on rank {source}"
     for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
         prompt, sample, reward, length, sampled, count, runs, flags = row
-        trajectory = own[index] if who == rank() else None
+        trajectory = local[index] if source == rank() else None
         reward_parts, vote = parts[index] if parts else ({}, None)
         answer = Answer(
-            rank=who,
+            rank=source,
             prompt_index=prompt,
             sample_index=sample,
             reward=reward,
@@ -130,8 +131,8 @@ def _decoded(who: int, told: bytes, own: Sequence[Trajectory]) -> list[Answer]:
             runs=runs,
             cut=bool(flags & _CUT),
             begins=bool(flags & _FIRST),
-            misjudged=(trajectory.reward_error if trajectory else afar) if flags & _MISJUDGED else "",
-            error=(trajectory.error if trajectory else afar) if flags & _FAILED else "",
+            misjudged=(trajectory.reward_error if trajectory else generic) if flags & _MISJUDGED else "",
+            error=(trajectory.error if trajectory else generic) if flags & _FAILED else "",
             turn_rewards=turns.get(index, []),
             old=old.get(index, 0),
             trajectory=trajectory,
@@ -143,50 +144,51 @@ def _decoded(who: int, told: bytes, own: Sequence[Trajectory]) -> list[Answer]:
 
 
 def count_turns(loss_mask: list[int]) -> int:
-    """Runs of ones."""
+    """The number of runs of ones in a loss mask."""
     return sum(now > before for before, now in zip([0, *loss_mask], loss_mask, strict=False))
 
 
-def hand_over(
+def exchange_samples(
     answers: list[list[Answer]],
     shares: list[list[list[int]]],
     sample: Callable[[Trajectory], Sample],
     routes: RouteFormat | None = None,
 ) -> list[list[Sample]]:
-    """The samples that this rank trains on, for each optimizer step in the order of `shares`. Collective: one exchange.
+    """The samples that this rank trains on, per optimizer step and in the order of `shares`. Collective: one exchange.
 
-    `answers` are those of each optimizer step, the same on all ranks; `shares` of each step and rank the positions in
-    them that it trains on. A sample is made where its trajectory is; with `routes` it has those of this format.
+    `answers` has the answers of each optimizer step, the same on all ranks; `shares` has, for each step and rank, the
+    positions of the answers that the rank trains on. `sample` makes a sample on the rank that has the trajectory; with
+    `routes`, samples have routes in this format.
     """
     row_bytes = 0 if routes is None else routes.row_bytes
     outgoing = [bytearray() for _ in range(world_size())]
     sent: list[list[tuple[Answer, Sample]]] = [[] for _ in range(world_size())]
-    with agreed("handing over the answers"):
+    with agreed("exchanging the samples"):
         for step, by_rank in zip(answers, shares, strict=True):
-            for payload, own, positions in zip(outgoing, sent, by_rank, strict=True):
+            for payload, pairs, positions in zip(outgoing, sent, by_rank, strict=True):
                 for answer in (step[position] for position in positions):
                     if answer.trajectory is not None:
-                        own.append((answer, sample(answer.trajectory)))
-                        payload += _packed(own[-1][1])
-        for payload, own in zip(outgoing, sent, strict=True):
-            payload += _packed_images(own)
+                        pairs.append((answer, sample(answer.trajectory)))
+                        payload += _packed(pairs[-1][1])
+        for payload, pairs in zip(outgoing, sent, strict=True):
+            payload += _packed_images(pairs)
     streams, ends = all_to_all_bytes([bytes(payload) for payload in outgoing]), [0] * world_size()
-    came: list[list[tuple[Answer, Sample]]] = [[] for _ in range(world_size())]
-    mine: list[list[Sample]] = []
+    received: list[list[tuple[Answer, Sample]]] = [[] for _ in range(world_size())]
+    samples: list[list[Sample]] = []
     for step, by_rank in zip(answers, shares, strict=True):
-        mine.append([])
+        samples.append([])
         for answer in (step[position] for position in by_rank[rank()]):
             begin = ends[answer.rank]
             ends[answer.rank] = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
-            mine[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes))
-            came[answer.rank].append((answer, mine[-1][-1]))
-    for stream, end, pairs in zip(streams, ends, came, strict=True):
+            samples[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes))
+            received[answer.rank].append((answer, samples[-1][-1]))
+    for stream, end, pairs in zip(streams, ends, received, strict=True):
         _unpack_images(stream[end:], pairs)
-    return mine
+    return samples
 
 
 _TOKEN_BYTES = 9  # id, log-probability and flags: the mask is the lowest bit
-_OLDEST = 127  # updates: what fits into the other bits, which are the token's age
+_OLDEST = 127  # updates: the greatest age that fits into the other bits
 
 
 def _packed(sample: Sample) -> bytes:
@@ -199,24 +201,24 @@ def _packed(sample: Sample) -> bytes:
 
 
 def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
-    """Where images stand in the samples that go to a rank, and those that it cannot read itself, each once.
+    """The places of images in the samples for a rank, with the images that it cannot read itself, each once.
 
-    Nothing where no sample has any.
+    Empty if no sample has images.
     """
     if not any(sample.images for _, sample in pairs):
         return b""
     files: dict[str, tuple[bytes, tuple[int, int]]] = {}
     for answer, sample in pairs:
-        known = {image.digest for image in answer.stored_images}
-        files |= {image.digest: (image.data, image.size) for image in sample.images if image.digest not in known}
+        stored = {image.digest for image in answer.stored_images}
+        files |= {image.digest: (image.data, image.size) for image in sample.images if image.digest not in stored}
     places = [([image.digest for image in sample.images], sample.image_spans) for _, sample in pairs]
     return msgspec.msgpack.encode((files, places))
 
 
 def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
-    """Give the samples that came from a rank their images. Raises UserError where one of the data is not what it was.
+    """Gives the samples from a rank their images. Raises UserError if an image of the data has changed meanwhile.
 
-    Files are by digest, with their sizes; of each sample there are the digests, and the places.
+    `data` has files by digest with their sizes, and for each sample the digests and places of its images.
     """
     if not data:
         return

@@ -1,4 +1,4 @@
-"""An advantage for every token of a step, from rewards and, where the recipe says so, KL and what models say."""
+"""Advantages for every token of a step, from rewards and, if the recipe says so, KL and critic or teacher outputs."""
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ from trainer.algorithms.records import Advantage
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import TrainConfig
 from trainer.learning import groups
-from trainer.learning.groups import Group, MiniBatch, own_rows, own_turns, shaped_rewards, turn_rewards
+from trainer.learning.groups import Group, MiniBatch, batch_rows, shaped_rewards, trajectory_turns, turn_rewards
 from trainer.types import MicroBatch
 
 
 def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weights: dict[str, float]) -> None:
-    """Fill in the micro-batches' advantages and, for a critic, returns. Collective where models have a say.
+    """Sets the micro-batches' advantages and, for a critic, returns. Collective if KL is in the reward or it whitens.
 
-    Needs their `old_logprobs` and `ref_logprobs` where KL is in the reward or the reference is a teacher, and
-    `old_values` where there is a critic. `reward_weights` are those of the reward functions, by label.
+    The micro-batches need `old_logprobs` and `ref_logprobs` if KL is in the reward or the reference is a teacher, and
+    `old_values` if there is a critic. `reward_weights` are the weights of the reward functions, by label.
     """
     advantage = config.algorithm.advantage_record
     for minibatch in minibatches:
@@ -32,30 +32,30 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
 
 def has_signal(minibatches: list[MiniBatch]) -> bool:
     """True if any trainable token of any rank has an advantage other than 0. Collective."""
-    found = any(b.trained(b.advantages).any() for minibatch in minibatches for b in minibatch.batches)
-    return all_reduce_sum({"signal": float(found)})["signal"] > 0
+    signal = any(b.trained(b.advantages).any() for minibatch in minibatches for b in minibatch.batches)
+    return all_reduce_sum({"signal": float(signal)})["signal"] > 0
 
 
 def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advantage) -> None:
-    """Rewards on the tokens that end a turn or the episode, less KL on every token; then the advantage's own sums.
+    """Sets advantages of tokens, from rewards on the tokens that end a turn or the episode, minus KL on every token.
 
-    Each trajectory of an episode ends with what the episode was given from there on.
+    The last token of a trajectory has the rewards that its episode gets from there on.
     """
     algorithm, tables = config.algorithm, []
     for group in minibatch.groups if advantage.takes("rewards") else ():
         totals = shaped_rewards(group, config)
         if algorithm.by_turns:
-            tables.append(own_turns(group, turn_rewards(group, totals)[0], later=True))
+            tables.append(trajectory_turns(group, turn_rewards(group, totals)[0], later=True))
         else:
             tables.append(_for_trajectories(group, totals.unsqueeze(1)))
     table, keys = _stacked(tables) if tables else None, dict(algorithm)
     for batch in minibatch.batches:
         mask = batch.loss_mask
-        told = {"values": batch.old_values, "old_logprobs": batch.old_logprobs, "teacher_logprobs": batch.ref_logprobs}
-        tensors = {name: None if x is None else torch.where(mask.bool(), x, 0.0) for name, x in told.items()}
+        data = {"values": batch.old_values, "old_logprobs": batch.old_logprobs, "teacher_logprobs": batch.ref_logprobs}
+        tensors = {name: None if x is None else torch.where(mask.bool(), x, 0.0) for name, x in data.items()}
         if table is not None:
-            own, by_turns = own_rows(table, batch), algorithm.by_turns
-            rewards = advantages.at_turn_ends(own, mask) if by_turns else advantages.at_sequence_end(own[:, 0], mask)
+            rows, by_turns = batch_rows(table, batch), algorithm.by_turns
+            rewards = advantages.at_turn_ends(rows, mask) if by_turns else advantages.at_sequence_end(rows[:, 0], mask)
             tensors["rewards"] = rewards + _kl_penalty(batch, algorithm)
         credit = advantage(keys, mask=mask, **tensors)
         batch.advantages, batch.returns = credit if advantage.takes("values") else (credit, None)
@@ -64,30 +64,30 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advanta
 def _credit_groups(
     minibatch: MiniBatch, config: TrainConfig, advantage: Advantage, reward_weights: dict[str, float]
 ) -> None:
-    """Each episode against its group, the same on all its tokens, or on all of a turn."""
+    """Sets advantages of episodes relative to their group, the same on all tokens of an episode, or of a turn."""
     turns = config.algorithm.by_turns
     penalties = _kl_penalties(minibatch, config.algorithm).split([len(group) for group in minibatch.groups])
     table = _stacked(
         [
-            own_turns(group, _turn_advantages(group, config, advantage))
+            trajectory_turns(group, _turn_advantages(group, config, advantage))
             if turns
             else _for_trajectories(group, _outcome_advantages(group, penalty, config, advantage, reward_weights))
             for group, penalty in zip(minibatch.groups, penalties, strict=True)
         ]
     )
     for batch in minibatch.batches:
-        own, mask = own_rows(table, batch), batch.loss_mask
-        batch.advantages = advantages.spread_over_turns(own, mask) if turns else own.expand_as(mask)
+        rows, mask = batch_rows(table, batch), batch.loss_mask
+        batch.advantages = advantages.spread_over_turns(rows, mask) if turns else rows.expand_as(mask)
 
 
 def _outcome_advantages(
     group: Group, penalties: Tensor, config: TrainConfig, advantage: Advantage, reward_weights: dict[str, float]
 ) -> Tensor:
-    """[G, 1] float32. `penalties` [G] are added to the rewards.
+    """The advantages of a group's episodes, [G, 1] float32; `penalties` [G] are added to the rewards.
 
-    Where rewards are made relative one by one, the penalty of long answers is added to the result, less its mean: it is
-    in parts of a reward's standard deviation then, and a token over the margin costs as little as it should. As a
-    reward of its own it would be blown up to the size of the others, however small it is.
+    If rewards are normalised one by one, the penalty of long answers, minus its mean, is added to the result: its unit
+    is then a reward's standard deviation, so that a token over the margin costs little. As a reward of its own it would
+    be normalised to the size of the other rewards, however small it is.
     """
     if config.algorithm.rewards_apart:
         rewards, weights = groups.reward_components(group, reward_weights, config.reward.error_reward)
@@ -97,10 +97,10 @@ def _outcome_advantages(
 
 
 def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) -> Tensor:
-    """[G, K] float32, from what each turn and those after it were given, against the same turn of other episodes.
+    """The advantages of a group's turns, [G, K] float32: each turn's return relative to that turn of other episodes.
 
-    An episode's turns are those of its trajectories, end to end: its third is compared with the others' third,
-    whichever conversation it is in, because what counts is how much of the episode is still to come.
+    An episode's turns are those of its trajectories, end to end: its third turn is compared with the third turns of the
+    others, whichever trajectory they are in, because the length of the rest of the episode counts.
     """
     rewards, taken = turn_rewards(group, shaped_rewards(group, config))
     to_go = advantages.returns_to_go(rewards, taken, config.algorithm.gamma)
@@ -109,7 +109,7 @@ def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) ->
 
 
 def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """KL's share of each token's reward, [B, T-1]; zeros where KL is not in the reward."""
+    """KL's share of each token's reward, [B, T-1]; zeros if KL is not in the reward."""
     if not algorithm.kl_in_reward:
         return torch.zeros_like(batch.loss_mask)
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
@@ -119,24 +119,24 @@ def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """KL's share of each episode's reward, [E] over all ranks. Collective where KL is in the reward."""
+    """KL's share of each episode's reward, [E] over all ranks. Collective if KL is in the reward."""
     sizes = [len(episode) for group in minibatch.groups for episode in group]
     if not algorithm.kl_in_reward:
         return torch.zeros(len(sizes))
-    mine = torch.zeros(sum(sizes))
+    local = torch.zeros(sum(sizes))
     for batch in minibatch.batches:
         if batch.rows:
-            mine[batch.rows] = _kl_penalty(batch, algorithm).sum(dim=1).float().cpu()
-    own = mine[minibatch.shares[rank()]].numpy().tobytes()
-    penalties = torch.empty_like(mine)
-    for share, part in zip(minibatch.shares, send_to_all(own), strict=True):
+            local[batch.rows] = _kl_penalty(batch, algorithm).sum(dim=1).float().cpu()
+    payload = local[minibatch.shares[rank()]].numpy().tobytes()
+    penalties = torch.empty_like(local)
+    for share, part in zip(minibatch.shares, send_to_all(payload), strict=True):
         penalties[share] = torch.tensor(np.frombuffer(part, dtype=np.float32))
     return torch.stack([part.sum() for part in penalties.split(sizes)])
 
 
 def _whiten(batches: list[MicroBatch]) -> None:
-    """Advantages relative to the mean and spread of the whole step's. Collective."""
-    # Ranks that share a micro-batch all count it, and all are as many: neither mean nor spread depends on that.
+    """Normalises advantages by the mean and the standard deviation over the whole step. Collective."""
+    # Every micro-batch is counted by all ranks that share it, equally often, which changes neither mean nor deviation.
     total = sum((advantages.moments(b.advantages, b.loss_mask).cpu() for b in batches), torch.zeros(3).double())
     summed = all_reduce_sum(dict(zip(("count", "sum", "squares"), total.tolist(), strict=True)))
     total = torch.tensor(list(summed.values()), dtype=torch.float64)
@@ -145,11 +145,11 @@ def _whiten(batches: list[MicroBatch]) -> None:
 
 
 def _for_trajectories(group: Group, table: Tensor) -> Tensor:
-    """From a table [G, K] of episodes the rows [N, K] of their trajectories, which are those of their episode."""
+    """Expands a table [G, K] of episodes to rows [N, K] of their trajectories, each with the row of its episode."""
     return table.repeat_interleave(torch.tensor([len(episode) for episode in group]), dim=0)
 
 
 def _stacked(tables: list[Tensor]) -> Tensor:
-    """Tables [G, K] of several groups on top of each other, as wide as the widest, filled up with zeros."""
+    """Stacks the tables [G, K] of several groups, padded with zeros to the width of the widest."""
     width = max((table.shape[1] for table in tables), default=1)
     return torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])

@@ -1,4 +1,4 @@
-"""A step's prompts and answers: one round of sampling, or as many as it takes to find groups with a signal."""
+"""Sampling of a step's prompts and answers: one round, or several until enough groups have a signal."""
 
 import math
 from dataclasses import replace
@@ -13,29 +13,29 @@ from trainer.learning.metrics import Metrics
 
 
 class StepSampling:
-    """A step's prompts and answers so far, and the number of prompts still missing. The same on all ranks."""
+    """The prompts and answers of a step so far, and the number of prompts still missing. The same on all ranks."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._rounds = config, 0
         self._wanted = config.batch.prompts_per_step
         self._selects = config.algorithm.selects_groups
-        self.prompts: list[Prompt] = []  # of all rounds, in order
-        self.answers: list[Answer] = []  # to them; their `prompt_index` counts over all rounds
+        self.prompts: list[Prompt] = []  # those of all rounds, in order
+        self.answers: list[Answer] = []  # their `prompt_index` is the index in `prompts`
         self._groups: list[Group] = []
         self._decision = SamplingDecision([], math.ceil(self._wanted * config.algorithm.oversampling), 0)
 
     @property
     def missing(self) -> int:
-        """Prompts to sample next; 0: train now."""
+        """The number of prompts to sample next; 0: train now."""
         return self._decision.sample
 
     def seed(self, step: int) -> int:
-        """The next round's, so that a prompt that is met again gets other answers: the run's own for the first."""
+        """The seed of the next round: the run's at first, then others, so that a repeated prompt gets new answers."""
         seed = self._config.run.seed
         return sample_seed(seed, step, -1, self._rounds) if self._rounds else seed
 
     def add(self, prompts: list[Prompt], answers: list[Answer]) -> None:
-        """Take one round's prompts and answers, and decide how many prompts are still missing."""
+        """Adds one round's prompts and answers, and decides how many prompts are still missing."""
         if earlier := len(self.prompts):
             answers = [replace(answer, prompt_index=answer.prompt_index + earlier) for answer in answers]
         self._rounds += 1
@@ -53,13 +53,13 @@ class StepSampling:
         )
 
     def kept(self) -> tuple[list[Answer], list[Group]]:
-        """The answers to train on, once nothing is missing, and their groups."""
+        """The answers to train on and their groups, once no prompt is missing."""
         keep = set(self._decision.keep)
         answers = [answer for answer in self.answers if answer.prompt_index in keep]
         return answers, [group for group in self._groups if group[0][0].prompt_index in keep]
 
     def metrics(self) -> Metrics:
-        """The number of rounds, of groups that are missing, and of groups that were not used."""
+        """The numbers of rounds, of groups that are missing, and of groups that were not used."""
         if not self._selects:
             return {}
         return {

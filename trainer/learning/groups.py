@@ -1,4 +1,4 @@
-"""Episodes by prompt, their rewards as the learner sees them, and what each optimizer step and rank learns from."""
+"""Groups of episodes by prompt, their shaped rewards, and the batches that each optimizer step and rank trains on."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import longest_answer
 from trainer.errors import UserError
-from trainer.learning.answers import Answer, hand_over, old_tokens, token_ages
+from trainer.learning.answers import Answer, exchange_samples, old_tokens, token_ages
 from trainer.learning.batching import deal, micro_batches
 from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
 
 Episode = list[Answer]
-"""One sample of its group, however many trajectories it has: it counts once wherever samples are compared.
+"""The trajectories of one sample of its group, which counts once, however many they are, wherever samples are compared.
 
-Its reward, and the parts of it, are those of its last trajectory, which holds the final answer; rewards that earlier
-ones have are not looked at, since they are either the same or judge an answer that was not the last. SkyRL's step-wise
+Its reward, and the parts of it, are those of its last trajectory, which has the final answer. Rewards of earlier
+trajectories are ignored, since they are either the same or judge an answer that was not the last. SkyRL's step-wise
 training does the same. Its turns and its tokens are those of all its trajectories, end to end.
 """
 Group = list[Episode]
@@ -32,9 +32,9 @@ Group = list[Episode]
 
 
 def make_groups(answers: list[Answer]) -> list[Group]:
-    """Episodes by prompt, in the order of prompts. Failed ones are left out, before any mean is taken.
+    """Groups episodes by prompt, in the order of prompts. Failed episodes are left out before any mean is taken.
 
-    An episode has failed when any of its trajectories has: the others are part of something that went wrong.
+    An episode has failed if any of its trajectories has, since the others belong to the same failure.
     """
     groups: dict[int, Group] = defaultdict(list)
     for episode in by_episode(answers):
@@ -44,13 +44,13 @@ def make_groups(answers: list[Answer]) -> list[Group]:
 
 
 def informative(group: Group) -> bool:
-    """True if rewards differ, in sum or turn by turn, before length counts: DAPO (arXiv:2503.14476), equation 11."""
-    worth = [(episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group]
-    return any(other != worth[0] for other in worth)
+    """True if a group's rewards, unshaped, differ in total or in a turn: DAPO (arXiv:2503.14476), equation 11."""
+    rewards = [(episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group]
+    return any(other != rewards[0] for other in rewards)
 
 
 def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
-    """Rewards [G] float32, divided by length, then less the penalty of long answers, where the recipe says so."""
+    """Rewards [G] float32, divided by length and reduced by the penalty of long answers, if the recipe says so."""
     rewards = torch.tensor([episode[-1].reward for episode in group])
     algorithm = config.algorithm
     if algorithm.length_strength:
@@ -63,7 +63,7 @@ def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
 
 
 def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
-    """See `soft_overlong_penalty`; [G], of each episode's longest trajectory, zeros where the recipe has none."""
+    """The `soft_overlong_penalty` [G] of each episode's longest trajectory; zeros if the recipe has none."""
     margin = config.algorithm.overlong_margin
     if margin is None:
         return torch.zeros(len(group))
@@ -73,10 +73,10 @@ def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
 
 
 def reward_components(group: Group, weights: dict[str, float], failed: float) -> tuple[Tensor, Tensor]:
-    """Each reward by itself, [R, G], and its weight [R]: of every function, and of the episode; none that only shapes.
+    """The separate rewards [R, G] and their weights [R]: one row per reward function, plus one for the episode's own.
 
-    `weights` are those of the functions by label. `failed` is the reward of a function that failed
-    (`reward.error_reward`); where none did, the weighted sum is the reward.
+    Shaping by length is excluded. `weights` are those of the functions by label. `failed` is the reward of a function
+    that failed (`reward.error_reward`); if none did, the weighted sum of the rows is the reward.
     """
     last = [episode[-1] for episode in group]
     columns = [[t.reward_parts.get(label, failed) for t in last] for label in weights]
@@ -85,40 +85,43 @@ def reward_components(group: Group, weights: dict[str, float], failed: float) ->
 
 
 def _scored(answer: Answer, weights: dict[str, float], failed: float) -> float:
-    """The reward functions' part of the reward: if one failed, `failed` in place of their sum."""
+    """The reward functions' part of an answer's reward: their weighted sum, or `failed` if one failed."""
     parts = answer.reward_parts
     return sum(w * parts[label] for label, w in weights.items()) if weights.keys() <= parts.keys() else failed
 
 
 def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """The rewards of turns, [G, K] float32: each its own, 0 if none, and the last one the rest of `totals` [G], which
-    includes those of turns; and [G, K], 1 where the episode has this turn: a run of tokens that the policy sampled.
+    """The rewards of turns, [G, K] float32, and a mask [G, K] that is 1 where the episode has the turn.
+
+    A turn is a run of tokens that the policy sampled. Each turn has its own reward, 0 if it has none; the last turn has
+    the rest of the episode's `totals` [G], which include the rewards of turns.
     """
     counts = [sum(t.runs for t in episode) for episode in group]
     rewards = torch.zeros(len(group), max(1, *counts))
     for row, episode, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
         if count:
-            own = [reward for t in episode for reward in (t.turn_rewards + [0.0] * t.runs)[: t.runs]][: count - 1]
-            row[: count - 1] = torch.tensor(own)
-            row[count - 1] = total - sum(own)
+            first = [reward for t in episode for reward in (t.turn_rewards + [0.0] * t.runs)[: t.runs]][: count - 1]
+            row[: count - 1] = torch.tensor(first)
+            row[count - 1] = total - sum(first)
     return rewards, (torch.arange(rewards.shape[1]) < torch.tensor(counts).unsqueeze(1)).float()
 
 
-def own_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
-    """From a table [G, K] of episodes' turns the rows [N, K] of their trajectories, each beginning with its first turn.
+def trajectory_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
+    """Turns a table [G, K] of episodes' turns into rows [N, K] of trajectories, each beginning with its first turn.
 
-    With `later`, a trajectory's last turn also has what the episode's later trajectories have, so that a sum over
-    a row from some turn on is the sum over the episode from there on. Columns after its own turns mean nothing.
+    With `later`, a trajectory's last turn also has the sum over the episode's later trajectories, so that the sum over
+    a row from some turn on is the sum over the episode from there on. Columns after a trajectory's last turn have no
+    meaning.
     """
     rows = []
     for row, episode in zip(table, group, strict=True):
         first = 0
         for turns in (answer.runs for answer in episode):
-            own = row.roll(-first)
+            shifted = row.roll(-first)
             first += turns
             if later and turns:
-                own[turns - 1] += row[first:].sum()
-            rows.append(own)
+                shifted[turns - 1] += row[first:].sum()
+            rows.append(shifted)
     return torch.stack(rows)
 
 
@@ -128,19 +131,19 @@ def _refuse_negative(group: Group, key: str) -> None:
         parts = worst.trajectory.reward_parts if worst.trajectory is not None else f"sampled on rank {worst.rank}"
         raise UserError(
             f"algorithm.{key} needs rewards of at least 0, but an answer got {worst.reward:g} "
-            f"({parts or 'from its episode'}): shift the rewards, or leave that key out"
+            f"({parts or 'from its episode'}): shift the rewards, or leave algorithm.{key.partition(':')[0]} out"
         )
 
 
 @dataclass
 class MiniBatch:
-    """One optimizer step's: the same groups on all ranks, and this rank's share of them in micro-batches."""
+    """The data of one optimizer step: its groups, the same on all ranks, and this rank's share in micro-batches."""
 
     groups: list[Group]
     batches: list[MicroBatch]  # their `rows` are positions in the groups' N trajectories, end to end
-    tokens: int  # trainable ones, all ranks
-    sequences: int  # with a trainable token, all ranks
-    shares: list[list[int]] = field(default_factory=list)  # of each rank the positions it trains on, ascending
+    tokens: int  # number of trainable tokens, over all ranks
+    sequences: int  # number of sequences with a trainable token, over all ranks
+    shares: list[list[int]] = field(default_factory=list)  # the positions that each rank trains on, ascending
 
 
 def prepare(
@@ -153,27 +156,28 @@ def prepare(
     worth: Callable[[int], int] = lambda length: length,  # the work of a sequence by its length
     image_token: float = 0.0,  # see `micro_batches`
 ) -> list[MiniBatch]:
-    """Deal each portion's trajectories out to ranks and cut this rank's into micro-batches. Collective.
+    """Deals each portion's trajectories out to ranks and divides this rank's into micro-batches. Collective.
 
-    `version` is the policy's present one, where answers may have tokens of earlier ones.
+    `version` is the policy's current version, if answers may have tokens of earlier ones. With `routes`, samples have
+    the engine's routes.
 
-    Counts are of the masks as they are trained on: a filtered answer is in none of them. What is left out later, since
-    engine and trainer disagree on it or it is of low entropy, is multiplied into the loss and stays in the counts, as
-    in the papers. With `routes` the samples have the engine's.
+    Counts are those of the masks that are trained on, which exclude filtered answers. Tokens that are left out later,
+    since engine and trainer disagree on them or their entropy is low, get a loss of 0 and stay in the counts, as in the
+    papers.
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
     ways = config.policy.sequence_parallel
-    shares = [deal([t.length for t in each], worth, ways) for each in answers]
+    shares = [deal([t.length for t in portion], worth, ways) for portion in answers]
     filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
     make = partial(to_sample, overlong_filter=filters, routes=routes, version=version, mask_old=masks)
-    samples = hand_over(answers, shares, make, routes)
+    samples = exchange_samples(answers, shares, make, routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
     minibatches = []
-    for groups, each, by_rank, own in zip(portions, answers, shares, samples, strict=True):
-        batches = micro_batches(own, budget, pad_id, device, None, packing, ways, worth, image_token)
+    for groups, portion, by_rank, local in zip(portions, answers, shares, samples, strict=True):
+        batches = micro_batches(local, budget, pad_id, device, None, packing, ways, worth, image_token)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
-        tokens = [t.trainable(filters, masks) for t in each]
+        tokens = [t.trainable(filters, masks) for t in portion]
         minibatches.append(MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)), by_rank))
     return minibatches
 
@@ -185,10 +189,10 @@ def to_sample(
     version: int | None = None,
     mask_old: bool = False,
 ) -> Sample:
-    """Prompt and response in one sequence; mask and log-probabilities are 0 on the prompt.
+    """Joins prompt and response of a trajectory in one sequence; mask and log-probabilities are 0 on the prompt.
 
-    With `overlong_filter` an answer that was cut off has a mask of 0 throughout, and with `mask_old` tokens that were
-    sampled before the policy had `version` have one; with `routes` a sample has the engine's (`checked_routes`).
+    With `overlong_filter`, the mask of an answer that was cut off is 0 throughout; with `mask_old`, it is 0 on tokens
+    sampled before the policy had `version`. With `routes`, the sample has the engine's routes (`checked_routes`).
     """
     prompt, cut = len(trajectory.prompt_ids), overlong_filter and trajectory.finish_reason == "length"
     masked = len(trajectory.loss_mask) if cut else old_tokens(trajectory, version) if mask_old else 0
@@ -205,13 +209,13 @@ def to_sample(
 
 
 def split(groups: list[Group], parts: int) -> list[list[Group]]:
-    """Consecutive groups in `parts` portions whose sizes differ by one at most; fewer groups are a portion each."""
+    """Splits groups into `parts` consecutive portions whose sizes differ by at most one, none of which is empty."""
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [groups[start:end] for start, end in pairwise(bounds) if start < end]
 
 
-def own_rows(table: Tensor, batch: MicroBatch) -> Tensor:
-    """The rows [B, K] of a table [N, K] over all trajectories that are a micro-batch's; zeros where it has none."""
+def batch_rows(table: Tensor, batch: MicroBatch) -> Tensor:
+    """The rows [B, K] of a micro-batch in a table [N, K] over all trajectories; zeros for a zero-weight one."""
     if not batch.rows:
         return torch.zeros(len(batch.lengths), table.shape[1], device=batch.loss_mask.device)
     return table[batch.rows].to(batch.loss_mask)

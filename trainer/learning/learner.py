@@ -1,4 +1,4 @@
-"""One step's learning, read from top to bottom: groups, scores, credit, updates, figures."""
+"""The learning of one step, from top to bottom: groups, scores, credit, updates, figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,25 +36,25 @@ class Learner:
 
     config: TrainConfig
     policy: Policy
-    reference: Scorer | None  # what KL is measured to, or the teacher
+    reference: Scorer | None  # the model that KL is measured from, or the teacher
     pad_id: int
-    reward_weights: dict[str, float] = field(default_factory=dict)  # of the reward functions, by label
-    critic: Critic | None = None  # one with a trunk of its own
-    # collective: answers that wait, or are unfinished, some of which the policy's present version has sampled
+    reward_weights: dict[str, float] = field(default_factory=dict)  # weights of the reward functions, by label
+    critic: Critic | None = None  # a critic with a trunk of its own
+    # collective: waiting or unfinished answers, some of which the policy's current version has sampled
     untrained: Callable[[], list[Answer]] = list
-    watched: list[Watched] = field(default_factory=list, init=False)  # of the latest step; on rank 0
+    watched: list[Watched] = field(default_factory=list, init=False)  # the latest step's token figures; on rank 0
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
-        """All passes over the batch of step number `step`, from 1; returns its figures, the same on all ranks.
+        """Trains on the batch of step number `step`, from 1; returns the step's figures, the same on all ranks.
 
-        `groups` are those of the answers (`make_groups`).
+        `groups` are the groups of the answers (`make_groups`).
 
-        A step in which no token was better or worse than expected, and nothing else pulls, has a gradient of zero: the
-        policy leaves it out, since Adam's momentum would move the weights all the same. A critic learns from it. Groups
-        of which every token is filtered are not part of any update, and where all are, no model learns.
+        If all advantages of a step are 0, and its loss has no other term, its gradient is zero: the policy skips the
+        step, since Adam's momentum would move the weights all the same. A critic learns from it. Groups whose tokens
+        are all filtered are not part of any update; if all groups are, no model learns.
 
-        There are as many updates as asked for, or one for each group where fewer are left; `updates` counts the
-        policy's.
+        There are as many updates as the recipe asks for, or one per group if fewer groups are left. The figure
+        `updates` counts the policy's updates.
         """
         config = self.config
         if config.algorithm.drop_zero_variance:
@@ -75,8 +75,8 @@ class Learner:
         gap: Metrics = {}
         self.watched = []
         if not (signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)):
-            others = [] if version is None else self.untrained()
-            gap = gap_without_update([*answers, *others], self.policy, config, self.pad_id, version)
+            waiting = [] if version is None else self.untrained()
+            gap = gap_without_update([*answers, *waiting], self.policy, config, self.pad_id, version)
         if signal:
             metrics |= self._update_policy(minibatches, step)
         if self.critic is not None and minibatches:
@@ -90,14 +90,14 @@ class Learner:
 
     @property
     def _shared_critic(self) -> bool:
-        """True if the policy's outputs have values."""
+        """True if the critic shares the policy's trunk, so that the policy's outputs have values."""
         return self.config.algorithm.advantage_record.takes("values") and self.critic is None
 
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
-        """Log-probabilities and values from before the step's first update, where they are needed."""
+        """Computes log-probabilities and values from before the step's first update, if they are needed."""
         algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
         for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
-        # With a single update the policy's own forward pass tells its log-probabilities: nothing has changed yet.
+        # With a single update, its own forward pass gives the same log-probabilities: nothing has changed yet.
         several = len(minibatches) * algorithm.num_iterations > 1
         for_balance = algorithm.balance_coef > 0 and self.config.model.routes == "recorded"
         if several or for_credit or for_balance or algorithm.high_entropy_share < 1:
@@ -107,9 +107,9 @@ class Learner:
                     batch.old_logprobs, batch.old_values = old.logprobs, old.values
                     batch.routes = batch.routes if old.routes is None else old.routes
                 if algorithm.high_entropy_share < 1:
-                    mark_decisive(batches, outputs, algorithm.high_entropy_share)
+                    mark_high_entropy(batches, outputs, algorithm.high_entropy_share)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
-        if self.reference is not None:  # once a step, since its weights may have to come from the host for it
+        if self.reference is not None:  # once a step, since its weights may have to come from host memory
             for batch, ref in zip(batches, self.reference.score(batches, temperature), strict=True):
                 batch.ref_logprobs = ref.logprobs
         if self.critic is not None:
@@ -124,7 +124,7 @@ class Learner:
         old: list[tuple[Tensor, Tensor, Tensor]] = []
         routing = self.policy.routing
         if routing is not None:
-            routing.take_counts()  # of passes before the first update
+            routing.take_counts()  # drops the counts of passes before the first update
         figures = TokenFigures(self.config.tracking.tokens_per_step, minibatches)
         for minibatch, place in self._passes(minibatches, step):
             loss = PolicyLoss(algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None)
@@ -142,21 +142,21 @@ class Learner:
         return update_metrics(updates) | engine_gap(gaps, algorithm) | stale
 
     def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
-        """The batch of each update of a step, and its place in the run (`learning_rate_factor`)."""
+        """The batch of each update of a step, with its progress in the run (`learning_rate_factor`)."""
         order = minibatches * self.config.algorithm.num_iterations
         asked = updates_asked(self.config)
-        return [(each, (step - 1) * asked + done * asked / len(order)) for done, each in enumerate(order)]
+        return [(batch, (step - 1) * asked + done * asked / len(order)) for done, batch in enumerate(order)]
 
 
 def updates_asked(config: TrainConfig) -> int:
-    """Updates of a step in which no group is left out."""
+    """The number of updates in a step in which no group is left out."""
     return config.batch.updates_per_step * config.algorithm.num_iterations
 
 
-def mark_decisive(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
-    """Choose the tokens of highest entropy among those of an optimizer step, all ranks. Collective."""
-    own = torch.cat([batch.trained(o.entropy) for batch, o in zip(batches, outputs, strict=True)])
-    count, nth_smallest = over_ranks(own)
+def mark_high_entropy(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
+    """Marks the tokens of highest entropy among all tokens of an optimizer step, over all ranks. Collective."""
+    entropies = torch.cat([batch.trained(o.entropy) for batch, o in zip(batches, outputs, strict=True)])
+    count, nth_smallest = over_ranks(entropies)
     threshold = entropy_threshold(count, nth_smallest, share)
     for batch, output in zip(batches, outputs, strict=True):
-        batch.decisive = high_entropy_mask(output.entropy, batch.loss_mask, threshold)
+        batch.high_entropy = high_entropy_mask(output.entropy, batch.loss_mask, threshold)

@@ -1,4 +1,4 @@
-"""A step's figures: of its trajectories, of its updates, and of how far trainer and engine are apart."""
+"""A step's figures: those of its trajectories, of its updates, and of the gap between trainer and engine."""
 
 import math
 import struct
@@ -15,30 +15,30 @@ from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
-from trainer.learning.answers import Answer, hand_over
+from trainer.learning.answers import Answer, exchange_samples
 from trainer.learning.batching import deal, micro_batches
 from trainer.learning.groups import to_sample
-from trainer.learning.policy_loss import told_by_age
+from trainer.learning.policy_loss import split_by_age
 from trainer.learning.routes import engine_routes
 from trainer.types import Policy, UpdateStats
 
 Metrics = dict[str, float]
 
 GAP_ANSWERS = 32
-"""Answers whose gap is measured in a step that learns from none."""
+"""The number of answers whose gap is measured in a step without an update."""
 
 
-def over_ranks(own: Tensor) -> tuple[int, Callable[[int], float]]:
-    """The number of values [N] that all ranks have together, and the collective function that finds one of them.
+def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
+    """The number of all ranks' values [N], and a collective function that returns one of them by its rank in order.
 
-    It takes a position from 0 and gives the number that stands there when all are sorted (NaN last), exactly: by
-    histograms of their bits, the highest first, that are summed over ranks.
+    The function takes a position from 0 and returns the value at that position of all sorted values (NaN last). It is
+    exact: it sums histograms of the values' bits over ranks, from the highest bits to the lowest.
     """
-    bits = own.double().cpu().view(torch.int64)
+    bits = values.double().cpu().view(torch.int64)
     ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)  # integers in the order of the numbers
 
     def nth_smallest(place: int) -> float:
-        left, found = ordered, 0
+        left, prefix = ordered, 0
         for shift, width in _DIGITS:
             digits = (left >> shift) & ((1 << width) - 1)
             if shift == _DIGITS[0][0]:
@@ -46,25 +46,25 @@ def over_ranks(own: Tensor) -> tuple[int, Callable[[int], float]]:
             upto = sum_counts(torch.bincount(digits, minlength=1 << width)).cumsum(0)
             digit = int((upto <= place).sum())
             place -= int(upto[digit - 1]) if digit else 0
-            left, found = left[digits == digit], found << width | digit
-        key = found - (1 << 63)
+            left, prefix = left[digits == digit], prefix << width | digit
+        key = prefix - (1 << 63)
         (number,) = struct.unpack("<d", struct.pack("<q", key ^ (key >> 63 & _ALL_BUT_SIGN)))
         return float(number)
 
-    return int(sum_counts(torch.tensor([len(own)]))), nth_smallest
+    return int(sum_counts(torch.tensor([len(values)]))), nth_smallest
 
 
 _ALL_BUT_SIGN = (1 << 63) - 1
 _DIGITS = ((53, 11), (42, 11), (31, 11), (20, 11), (9, 11), (0, 9))
-"""Of 64 bits: where each digit begins, and how many bits it has."""
+"""The digits of a 64-bit number: the lowest bit of each, and its number of bits."""
 
 
 def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Metrics:
-    """The distance of the trainer from the engine on the step's trainable tokens, all ranks. Collective.
+    """Metrics of the gap between trainer and engine on the step's trainable tokens, over all ranks. Collective.
 
-    From `PolicyLoss.gaps`: absolute differences in nats, as gap/mean, gap/p95 (nearest rank) and gap/max;
-    gap/outside_clip, the share of tokens outside the clip band before any training took place: the loss's where that is
-    about single tokens, else the usual one. Nothing without tokens: what was not measured is not 0.
+    `gaps` are `PolicyLoss.gaps`. gap/mean, gap/p95 (nearest rank) and gap/max are of absolute differences in nats.
+    gap/outside_clip is the share of tokens outside the clip band before any training: the loss's band if it is about
+    single tokens, else the usual one. Empty without tokens, since a gap that was not measured is not 0.
     """
     pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
     by_token = config.loss_record.band and not LEVELS[config.ratio_level].by_answer
@@ -88,9 +88,9 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
 def gap_without_update(
     answers: list[Answer], policy: Policy, config: TrainConfig, pad_id: int, version: int | None = None
 ) -> Metrics:
-    """`engine_gap` where no update has scored the answers: of `GAP_ANSWERS`, spread over the step. Collective.
+    """`engine_gap` of a step without an update, measured on `GAP_ANSWERS` answers spread over the step. Collective.
 
-    None is left out for its length. There is nothing where none was sampled. With a `version`, only its tokens count.
+    Answers of every length take part. Empty if no answer was sampled. With a `version`, only its tokens count.
     """
     sampled = [t for t in answers if not t.error and t.sampled > t.old]
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
@@ -100,34 +100,35 @@ def gap_without_update(
     worth, more = sizes.tokens_worth, sizes.image_token
     shares = deal([t.length for t in chosen], worth, ways)
     routes = engine_routes(config, policy)
-    [own] = hand_over([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
+    [samples] = exchange_samples([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches(own, budget, pad_id, policy.device, None, packing, ways, worth, more)
+    batches = micro_batches(samples, budget, pad_id, policy.device, None, packing, ways, worth, more)
     outputs = policy.score(batches, config.sampling.temperature)
-    gaps = [told_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
+    gaps = [split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)
 
 
 def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
-    """stale/log_ratio, the mean distance (nats) of the policy from the versions that sampled the trained tokens, of
-    those that are not the present one, and stale/log_ratio_N of those that are N updates old; `old` is
-    `PolicyLoss.old`. Nothing where there are none. Collective.
+    """Mean distance (nats) of the policy from the earlier versions that sampled trained tokens. Collective.
+
+    `old` is `PolicyLoss.old`. stale/log_ratio is over all such tokens, stale/log_ratio_N over those that are N updates
+    old. Empty if there are none.
     """
-    told: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    local: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for trainer, engine, ages in old:
         distances = (trainer.double() - engine.double()).abs()
         for age in ages.unique().tolist():
-            own = distances[ages == age]
-            told[age] = [told[age][0] + own.sum().item(), told[age][1] + len(own)]
+            part = distances[ages == age]
+            local[age] = [local[age][0] + part.sum().item(), local[age][1] + len(part)]
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for age, distance, tokens in (one for rank in exchange([[age, *own] for age, own in told.items()]) for one in rank):
+    for age, distance, tokens in (row for rows in exchange([[a, *sums] for a, sums in local.items()]) for row in rows):
         for number in (0, age):  # 0: of any age
             sums[number] = [sums[number][0] + distance, sums[number][1] + tokens]
     return {f"stale/log_ratio{f'_{age}' * (age > 0)}": sums[age][0] / sums[age][1] for age in sorted(sums)}
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:
-    """One step's figures from the policy's updates: means over updates, or over tokens for what was summed."""
+    """Metrics of a step's policy updates: means over updates, or over tokens for sums of loss functions."""
     sums = summed(updates)
 
     def per_token(key: str) -> float:
@@ -151,7 +152,7 @@ def update_metrics(updates: list[UpdateStats]) -> Metrics:
 
 
 def critic_metrics(updates: list[UpdateStats]) -> Metrics:
-    """Of a critic's own updates."""
+    """Metrics of the updates of a critic with a trunk of its own."""
     return value_metrics(summed(updates)) | {
         "value/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "value/skipped": float(sum(u.skipped for u in updates)),
@@ -159,10 +160,10 @@ def critic_metrics(updates: list[UpdateStats]) -> Metrics:
 
 
 def value_metrics(sums: Metrics) -> Metrics:
-    """Figures of a step's values, from what `CriticLoss` sums up; none where there is no critic.
+    """Metrics of a step's values, from the sums of `CriticLoss`; empty without a critic.
 
-    value/loss, and as means over tokens value/clip_fraction and value/return; value/explained: the share of the
-    returns' variance that values of before the step explain, 1 - Var(return - value) / Var(return), at most 1.
+    value/loss, value/clip_fraction and value/return are means over tokens. value/explained is the share of the returns'
+    variance that the values from before the step explain, 1 - Var(return - value) / Var(return), at most 1.
     """
     tokens = sums.get("value/tokens", 0.0)
     if not tokens:
@@ -178,13 +179,16 @@ def value_metrics(sums: Metrics) -> Metrics:
 
 
 def summed(updates: list[UpdateStats]) -> Metrics:
-    """The sums that loss functions returned, added up over updates."""
+    """Adds up over updates the sums that loss functions returned."""
     keys = {key for update in updates for key in update.sums}
     return {key: sum(update.sums.get(key, 0.0) for update in updates) for key in sorted(keys)}
 
 
 def rollout_metrics(answers: list[Answer]) -> Metrics:
-    """Rewards, lengths, failures of a step's episodes; reward and end are those of the last trajectory. Collective."""
+    """Metrics of a step's episodes: rewards, lengths and failures. Collective.
+
+    An episode's reward, and whether it was cut off, are those of its last trajectory.
+    """
     episodes = by_episode(answers)
     sound = [episode for episode in episodes if not any(t.error for t in episode)]
     sampled, last = [t for episode in sound for t in episode], [episode[-1] for episode in sound]
@@ -206,25 +210,25 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
     tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/"))]
     rewards_by_name = {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
-    found = named_sums(tools).items()
-    counts = {name: total / number if name.startswith("client/") else total for name, (total, number) in found}
+    sums = named_sums(tools).items()
+    counts = {name: total / number if name.startswith("client/") else total for name, (total, number) in sums}
     if calls := counts.get("tools/calls"):
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
-    # Last the run's own again, whatever an environment or a client calls its rewards.
+    # The run's metrics come last again, since an environment or a client may use their names for its rewards.
     return metrics | rewards_by_name | counts | reward_errors(answers) | metrics
 
 
 def reward_errors(answers: list[Answer]) -> Metrics:
-    """The answers on which reward functions failed, by reward/errors/FUNCTION/KIND; none where none did. Collective."""
+    """Counts the answers on which reward functions failed, by reward/errors/FUNCTION/KIND. Collective."""
     figures = [figure for t in answers if t.trajectory is not None for figure in t.trajectory.metrics.items()]
     errors = named_sums(figure for figure in figures if figure[0].startswith("reward/errors/"))
     return {name: total for name, (total, _) in errors.items()}
 
 
 def named_sums(pairs: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
-    """The sum of all ranks' numbers by name, and how many there are, in the order of names. Collective.
+    """The sum and the count of all ranks' numbers by name, in the order of names. Collective.
 
-    A sum is rounded once, so that it does not depend on which rank has what; where it cannot be, it is NaN.
+    A sum is rounded once, so that it does not depend on which rank has which number; it is NaN if one is not finite.
     """
     numbers: dict[str, list[float]] = {}
     for name, number in pairs:

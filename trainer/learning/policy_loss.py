@@ -1,4 +1,4 @@
-"""The loss of one optimizer step, put together from `trainer.algorithms` as the recipe says."""
+"""The loss of one optimizer step, composed from `trainer.algorithms` as the recipe says."""
 
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -19,18 +19,23 @@ PerToken = TypeVar("PerToken", MicroBatch, Outputs)
 
 
 class PolicyLoss:
-    """Called for each micro-batch of an optimizer step; see `trainer.types.LossFn`. All tensors are [B, T-1].
+    """The policy's loss function (`trainer.types.LossFn`), called for each micro-batch of an optimizer step.
 
-    The surrogate of each token, times its correction, on decisive tokens only; plus KL, less the entropy bonus; and
-    what the values are off, where a value head shares the trunk. Nothing is read where the loss mask is 0.
+    The loss is the surrogate of each token times its correction, on tokens of high entropy only if the recipe says so,
+    plus KL, minus the entropy bonus, plus the value loss if a value head shares the trunk. All tensors are [B, T-1];
+    nothing is read where the loss mask is 0.
     """
 
     def __init__(
         self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int, figures: TokenFigures | None = None
     ) -> None:
-        """`longest`: tokens of the longest possible answer, for the aggregation fixed_length. `figures` are noted."""
+        """Makes the loss of one optimizer step.
+
+        `longest` is the number of tokens of the longest possible answer, for the aggregation fixed_length. `figures`
+        notes every micro-batch.
+        """
         self._figures = figures
-        # Of the trained tokens seen, what `told_by_age` tells of those of the present version, and of older ones.
+        # The results of `split_by_age` for all micro-batches: tokens of the current version, and those of older ones.
         self.gaps: list[tuple[Tensor, Tensor]] = []
         self.old: list[tuple[Tensor, Tensor, Tensor]] = []
         self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
@@ -41,9 +46,9 @@ class PolicyLoss:
         if self._figures is not None:
             self._figures.note(batch, outputs)
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
-        # With a single update nothing has changed yet, so the forward pass itself tells what the policy was.
+        # With a single update nothing has changed yet, so this forward pass has the old log-probabilities.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        new, earlier = told_by_age(batch, old)
+        new, earlier = split_by_age(batch, old)
         self.gaps.append(new)
         self.old.append(earlier)
         tensors = {"logprobs": logprobs, "old_logprobs": old, "advantages": batch.advantages, "mask": mask}
@@ -57,9 +62,9 @@ class PolicyLoss:
         }
         weight, correction_sums = correction(config, batch, old, logprobs)
         loss, sums = loss * weight, sums | correction_sums
-        if batch.decisive is not None:
-            loss = loss * batch.decisive
-            sums["decisive"] = (batch.decisive * mask).sum()
+        if batch.high_entropy is not None:
+            loss = loss * batch.high_entropy
+            sums["decisive"] = (batch.high_entropy * mask).sum()
         if batch.ref_logprobs is not None:
             estimate = kl.divergence(config.kl_estimator, logprobs, old, batch.ref_logprobs, config.kl_clamp)
             sums["kl"] = (estimate.detach() * mask).sum()
@@ -74,32 +79,34 @@ class PolicyLoss:
         return total, sums
 
 
-def told_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Trainer's and engine's log-probabilities [K] of the targets that the policy's present version sampled, and of
-    those that earlier versions did, these with their ages. `logprobs` [B, T-1] are the trainer's.
+def split_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Splits the trainer's and the engine's log-probabilities of targets by the version that sampled the targets.
+
+    `logprobs` [B, T-1] are the trainer's. Returns the pair [K] of targets of the policy's current version, and the pair
+    of those of earlier versions with their ages.
     """
-    own, engine = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
-    if batch.ages is None:  # without a mask, whose length a device would have to be waited for
-        return (own, engine), (own[:0], engine[:0], own[:0].to(torch.uint8))
+    trainer, engine = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
+    if batch.ages is None:  # no mask, since its length would make the host wait for the device
+        return (trainer, engine), (trainer[:0], engine[:0], trainer[:0].to(torch.uint8))
     ages = batch.trained(batch.ages)
     old = ages > 0
-    return (own[~old], engine[~old]), (own[old], engine[old], ages[old])
+    return (trainer[~old], engine[~old]), (trainer[old], engine[old], ages[old])
 
 
 def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
-    """The same with zeros in every floating tensor where `mask`, of the tensors' shape, is 0.
+    """A copy with zeros in every floating tensor where `mask`, of the tensors' shape, is 0.
 
-    Selected and not multiplied: 0 * NaN is NaN, and so is the gradient through it.
+    Values are selected and not multiplied, since 0 * NaN is NaN, and so is the gradient through it.
     """
-    found: dict[str, Any] = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    for name, value in found.items():
+    values: dict[str, Any] = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    for name, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            found[name] = torch.where(mask.bool(), value, 0.0)
-    return replace(tensors, **found)
+            values[name] = torch.where(mask.bool(), value, 0.0)
+    return replace(tensors, **values)
 
 
 def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs: Tensor) -> tuple[Tensor, Sums]:
-    """Weights [B, T-1] of the surrogate for engine and trainer disagreeing, 0 where a token is left out; their sums."""
+    """Weights [B, T-1] that correct for the gap between engine and trainer, 0 on tokens left out, and their sums."""
     mask, engine = batch.loss_mask, batch.engine_logprobs
     if config.tis_cap is None and config.keep_band is None and config.stale_threshold is None:
         return torch.ones_like(mask), {}
@@ -115,7 +122,7 @@ def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs
 
 
 class CriticLoss:
-    """The value model's, over the mean of all trainable tokens; called for each micro-batch of an optimizer step."""
+    """The value model's loss, a mean over all trainable tokens, called for each micro-batch of an optimizer step."""
 
     def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch) -> None:
         self._clip, self._tokens = config.value_clip, minibatch.tokens

@@ -20,7 +20,7 @@ from trainer.algorithms import advantages, aggregation, corrections, kl, losses,
 from trainer.algorithms.losses import log_ratio
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.learning.groups import MiniBatch
-from trainer.learning.learner import mark_decisive
+from trainer.learning.learner import mark_high_entropy
 from trainer.learning.policy_loss import PolicyLoss
 from trainer.types import Layout, MicroBatch, Outputs
 
@@ -130,7 +130,7 @@ def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
     own = MicroBatch(ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside)
     if config.high_entropy_share < 1:
         before = Outputs(data["new"].detach(), data["entropy"].detach())
-        mark_decisive([own], [before], config.high_entropy_share)
+        mark_high_entropy([own], [before], config.high_entropy_share)
     loss = PolicyLoss(config, MiniBatch([], [own], int(TOKENS), int(ROWS)), LONGEST)
     return loss(own, Outputs(data["new"], data["entropy"]))[0]
 

@@ -20,7 +20,7 @@ from trainer.config.schema import AlgorithmConfig
 from trainer.errors import UserError
 from trainer.learning import rollout_metrics
 from trainer.learning.answer_rows import answer_rows, text_by_author
-from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.answers import exchange_samples, gather_answers
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
 from trainer.learning.metrics import engine_gap, named_sums, over_ranks
@@ -50,7 +50,7 @@ def test_each_sequence_is_handed_to_the_rank_that_trains_on_it_and_to_no_other(r
     def mine() -> list[tuple[int, Sample, Sample]]:
         answers = [as_answers(step), as_answers(step)[::-1]]
         shares = [assign_to_ranks([t.length for t in each], ranks) for each in answers]
-        found = hand_over(answers, shares, to_sample)
+        found = exchange_samples(answers, shares, to_sample)
         by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
         expected = [
             [order[i] for i in by_rank[rank()]]
@@ -210,7 +210,7 @@ def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -
             patch("trainer.learning.answers.world_size", lambda: ranks),
         ):
             with pytest.raises(Sent):
-                hand_over([known], shares, to_sample)
+                exchange_samples([known], shares, to_sample)
         for answer in known[here]:
             answer.trajectory = None
     for receiver, positions in enumerate(shares[0]):
@@ -246,7 +246,7 @@ def test_images_travel_once_and_those_of_the_data_are_read_where_they_are_traine
         for answer in answers:
             answer.stored_images = (stored,)
         shares = assign_to_ranks([t.length for t in answers], 2)
-        [found] = hand_over([answers], [shares], to_sample)
+        [found] = exchange_samples([answers], [shares], to_sample)
         by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
         return [(sample, to_sample(by_order[at])) for sample, at in zip(found, shares[rank()], strict=True)]
 

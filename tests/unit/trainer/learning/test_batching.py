@@ -159,7 +159,7 @@ def test_awkward_inputs_are_packed_or_refused() -> None:
     nothing = micro_batches([], 10, 0, "cpu", None)
     assert len(nothing) == 1 and nothing[0].rows == [] and not nothing[0].loss_mask.any()
     assert len(micro_batches([sample(50)], 10, 0, "cpu", None)) == 1
-    with pytest.raises(ValueError, match="2 micro-batches are needed"):
+    with pytest.raises(ValueError, match="2 samples need 2 micro-batches"):
         micro_batches([sample(50), sample(50)], 10, 0, "cpu", 1)
     with pytest.raises(ValueError, match="equally many"):
         Sample([1, 2], [1], [0.0])

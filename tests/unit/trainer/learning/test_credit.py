@@ -14,7 +14,7 @@ from trainer.config.slices import longest_answer
 from trainer.errors import UserError
 from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import MiniBatch, informative, make_groups, prepare, split
-from trainer.learning.learner import mark_decisive
+from trainer.learning.learner import mark_high_entropy
 from trainer.types import Outputs
 
 CPU = torch.device("cpu")
@@ -365,12 +365,14 @@ def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[
             noise = [torch.randn(mask.shape, generator=generator) for _ in range(4)]
             told = [torch.where(mask, x, rotten) for x in noise]
             batch.old_logprobs, batch.ref_logprobs, batch.old_values = told[:3]
-            mark_decisive([batch], [Outputs(told[0], told[3])], 0.5)
+            mark_high_entropy([batch], [Outputs(told[0], told[3])], 0.5)
         assign_credit(minibatches, config, WEIGHTS)
         masks = [batch.loss_mask.bool() for batch in batches]
         credit = [batch.advantages[mask] for batch, mask in zip(batches, masks, strict=True)]
         credit += [b.returns[mask] for b, mask in zip(batches, masks, strict=True) if b.returns is not None]
-        return [*credit, *(batch.decisive for batch in batches if batch.decisive is not None)], has_signal(minibatches)
+        return [*credit, *(batch.high_entropy for batch in batches if batch.high_entropy is not None)], has_signal(
+            minibatches
+        )
 
     (sound, _), (got, signal) = computed(0.0), computed(value)
     assert signal and len(sound) == len(got)

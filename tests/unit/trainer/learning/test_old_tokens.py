@@ -10,7 +10,7 @@ import torch
 from generation.trajectory import Trajectory
 from sharding.ranks import rank
 from tests.support.learning_steps import TablePolicy, make_config, on_ranks, random_step
-from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.answers import exchange_samples, gather_answers
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import make_groups, to_sample
 from trainer.learning.learner import Learner
@@ -141,7 +141,7 @@ def test_every_rank_knows_how_many_tokens_are_old_and_who_trains_them_which(mask
             for answer, sample in zip(answers, samples, strict=True):
                 assert answer.trainable(mask_old=mask_old) == sample.trainable
             shares = [assign_to_ranks([answer.length for answer in answers], 2)]
-            [mine] = hand_over([answers], shares, lambda t: to_sample(t, version=version, mask_old=mask_old))
+            [mine] = exchange_samples([answers], shares, lambda t: to_sample(t, version=version, mask_old=mask_old))
             for sample, position in zip(mine, shares[0][rank()], strict=True):
                 assert sample.ages == samples[position].ages and sample.loss_mask == samples[position].loss_mask
             for sample, t in zip(samples, order, strict=True):

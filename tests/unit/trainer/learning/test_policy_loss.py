@@ -62,9 +62,9 @@ class Loop:
 
     def token(self, i: int, t: int) -> Tensor:
         config, batch = self.config, self.batch
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None and batch.decisive is not None
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None and batch.high_entropy is not None
         new, old, engine = self.outputs.logprobs[i, t], batch.old_logprobs[i, t], batch.engine_logprobs[i, t]
-        loss = self.surrogate(i, t) * self.correction(i, t, float(old - engine)) * float(batch.decisive[i, t])
+        loss = self.surrogate(i, t) * self.correction(i, t, float(old - engine)) * float(batch.high_entropy[i, t])
         d = batch.ref_logprobs[i, t] - new
         estimates = {"k2": d**2 / 2, "k3": d.exp() - d - 1, "unbiased_k3": (new - old).exp() * (d.exp() - d - 1)}
         if config.kl_in == "loss":
@@ -145,7 +145,7 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(case: dict[str, Any], seed: 
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
     assert sums["tokens"] == batch.loss_mask.sum()
-    assert sums["decisive"] == (batch.decisive & batch.loss_mask.bool()).sum()  # type: ignore[operator]
+    assert sums["decisive"] == (batch.high_entropy & batch.loss_mask.bool()).sum()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("clip", [0.3, None])

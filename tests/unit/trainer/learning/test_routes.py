@@ -10,7 +10,7 @@ import torch
 from generation.trajectory import Trajectory
 from sharding.ranks import all_to_all_bytes, rank, send_to_all
 from tests.support.learning_steps import as_answers, on_ranks
-from trainer.learning.answers import gather_answers, hand_over
+from trainer.learning.answers import exchange_samples, gather_answers
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
 from trainer.learning.routes import checked_routes
@@ -40,7 +40,7 @@ def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteF
         answered(format, prompt, mask, seed)
         for seed, (prompt, mask) in enumerate([(4, (1, 1, 0, 1)), (1, (1,)), (7, (1, 1))])
     ]
-    found = hand_over([gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format)
+    found = exchange_samples([gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format)
     for sample, trajectory in zip(found[0], step, strict=True):
         assert sample.routes is not None and trajectory.routes is not None and sample.routes.dtype == format.dtype
         expected = trajectory.routes[:, list(format.layers)].tolist()
@@ -67,7 +67,7 @@ def test_a_rank_is_handed_the_routes_of_its_own_samples_alone() -> None:
         return came
 
     def trained(step: list[Trajectory], format: RouteFormat | None) -> list[Sample]:
-        return hand_over([as_answers(step)], [shares], lambda t: to_sample(t, routes=format), format)[0]
+        return exchange_samples([as_answers(step)], [shares], lambda t: to_sample(t, routes=format), format)[0]
 
     where = "trainer.learning.answers"
     with patch(f"{where}.send_to_all", telling), patch(f"{where}.all_to_all_bytes", handing):
@@ -87,7 +87,7 @@ def test_a_rank_is_handed_the_routes_of_its_own_samples_alone() -> None:
 def test_a_single_token_has_no_row() -> None:
     alone = Trajectory(0, 0, [], [7], [1], [0.0])
     alone.routes = np.zeros((0, 4, 2), np.uint8)
-    [[sample]] = hand_over([gather_answers([alone])], [[[0]]], lambda t: to_sample(t, routes=FORMAT), FORMAT)
+    [[sample]] = exchange_samples([gather_answers([alone])], [[[0]]], lambda t: to_sample(t, routes=FORMAT), FORMAT)
     assert sample.routes is not None and sample.routes.shape == (0, 2, 2)
 
 

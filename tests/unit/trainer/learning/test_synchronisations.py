@@ -71,7 +71,7 @@ def a_batch(packing: bool) -> MicroBatch:
     (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing)
     for name in ("old_logprobs", "ref_logprobs", "old_values", "returns"):
         setattr(batch, name, torch.randn(batch.loss_mask.shape, generator=generator))
-    batch.decisive, batch.advantages = batch.loss_mask.bool(), advantages(batch).expand_as(batch.loss_mask)
+    batch.high_entropy, batch.advantages = batch.loss_mask.bool(), advantages(batch).expand_as(batch.loss_mask)
     return batch
 
 
