@@ -1,4 +1,4 @@
-"""Tools and tensor parallelism: whatever a tool says, it says it once, and every rank knows the same of it."""
+"""Tools with tensor parallelism: a tool is called once, and every rank gets the same result."""
 
 import os
 import uuid
@@ -33,19 +33,19 @@ CALLS = {"tool": 0}
 
 
 class RandomTool:
-    """Fifty turns with a tool that never says the same again: on ranks that each asked it, prompts would differ."""
+    """Plays fifty turns with a tool that never repeats a result, so that ranks that each called it would differ."""
 
     HOME = "tests.distributed.generation.test_tool_ranks"
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         outputs = llm.generate(prompts, sampling_params)
         for _ in range(TURNS - 1):
-            texts = [output.prompt + output.outputs[0].text + said() for output in outputs]
+            texts = [output.prompt + output.outputs[0].text + tool_result() for output in outputs]
             outputs = llm.generate(texts, sampling_params)
         return outputs
 
 
-def said() -> str:
+def tool_result() -> str:
     CALLS["tool"] += 1
     return uuid.uuid4().hex
 
@@ -68,28 +68,29 @@ def test_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
 
 
 def rollout_on_two_ranks(recipe: str) -> None:
+    """Runs a rollout on an engine that both ranks share, and compares what the ranks have."""
     config = load_config(Path(recipe), [])
     init_process_group(500, device="cpu")
     tokenizer = load_tokenizer(config.model)
     plan = RolloutLevel(config, tokenizer)
     with agreed("starting the engine"):
         leader = start_engine(config, on_cuda=False)
-    assert (leader is not None) == (rank() == 0)  # one engine for both, and its tools run where it is
+    assert (leader is not None) == (rank() == 0)  # one engine for both; its tools run on its rank
     if leader is not None:
         leader.engine.state.adopt_checkpoint(0)
     prompts = [Prompt(0, tuple(range(20, 24)), {"prompt": "go", "answer": ""})]
     settings = RolloutSettings(2, SamplingSettings(max_tokens=1), policy_version=0, seed=0, step=1)
     try:
-        found = Pool(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, Terms(500))
+        ended = Pool(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, Terms(500))
     finally:
         stop_engine(leader)
-    assert [(t.turns, t.error) for t in found] == [(TURNS, "")] * 2, [(t.turns, t.error) for t in found]
-    here = [t.trajectory for t in found if t.trajectory is not None]  # where the engine is
+    assert [(t.turns, t.error) for t in ended] == [(TURNS, "")] * 2, [(t.turns, t.error) for t in ended]
+    here = [t.trajectory for t in ended if t.trajectory is not None]  # only on the engine's rank
     masked = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in here]
     assert all(len(text) >= 32 * (TURNS - 1) for text in masked)
     assert len(set(masked)) == (2 if rank() == 0 else 0)
-    own, other = exchange(msgspec.msgpack.encode([replace(t, trajectory=None) for t in found]))
-    assert own == other
+    mine, other = exchange(msgspec.msgpack.encode([replace(t, trajectory=None) for t in ended]))
+    assert mine == other
     calls = import_module(RandomTool.HOME).CALLS["tool"]  # this file is loaded twice: as a script, and by the recipe
     assert all_reduce_sum({"calls": calls}) == {"calls": 2 * (TURNS - 1)}
     assert calls == (2 * (TURNS - 1) if rank() == 0 else 0)
@@ -97,24 +98,25 @@ def rollout_on_two_ranks(recipe: str) -> None:
     destroy_process_group()
 
 
-def test_an_object_reaches_all_ranks_of_a_group_whatever_it_is() -> None:
+def test_objects_of_every_kind_reach_all_ranks_of_a_group() -> None:
     run_ranks(broadcasts, 4)
 
 
 def broadcasts() -> None:
+    """Broadcasts every kind of value in the group of all ranks, and in two groups side by side."""
     init_process_group(60, device="cpu")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    own = pairs[rank() // 2]
+    group = pairs[rank() // 2]
     values: list[Any] = [None, "", {"prompts": ["a", b"\x00\xff", [1, 2.5, True]]}, [], "x" * 100_000]
-    for value in values:  # an empty turn takes part like any other
+    for value in values:  # empty values are broadcast, too
         assert broadcast_across_tp(value, src=0) == value if rank() == 0 else broadcast_across_tp(src=0) == value
     assert broadcast_across_tp([rank()], src=3) == [3]
     # Two groups side by side, as engine groups are: `src` counts within the group.
-    assert broadcast_across_tp({"from": rank()}, src=1, group=own) == {"from": 2 * (rank() // 2) + 1}
-    pid = broadcast_across_tp(os.getpid(), group=own)
+    assert broadcast_across_tp({"from": rank()}, src=1, group=group) == {"from": 2 * (rank() // 2) + 1}
+    pid = broadcast_across_tp(os.getpid(), group=group)
     assert (pid == os.getpid()) == (rank() % 2 == 0)
     with pytest.raises(TypeError, match="rank 0 has something that cannot be broadcast"):
         broadcast_across_tp(object() if rank() == 0 else None)
-    assert broadcast_across_tp("after" if rank() == 0 else None) == "after"  # nobody was left waiting
+    assert broadcast_across_tp("after" if rank() == 0 else None) == "after"  # no rank is left waiting
     destroy_process_group()
     assert broadcast_across_tp("alone") == "alone"

@@ -1,4 +1,4 @@
-"""Sharded policy, engine apart: four FSDP ranks gather, one broadcasts, both workers of a TP=2 engine load."""
+"""A sharded policy with an engine apart: four FSDP ranks gather, one broadcasts, both workers of the engine load."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +13,7 @@ PROMPT = [20 + i for i in range(20)]
 
 
 def check_ranks(model: str, folder: str) -> None:
+    """Sends weights by broadcast and by storage, with a refused update between, and compares answers after each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -43,18 +44,18 @@ def check_ranks(model: str, folder: str) -> None:
 
     init_process_group(280, "cpu")
     leader = start_engine() if rank() == 0 else None
-    whole, sharded = HfPolicy(model), HfPolicy(model)
+    plain, sharded = HfPolicy(model), HfPolicy(model)
     mesh = init_device_mesh("cpu", (4,))
     for layer in sharded.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded.model, mesh=mesh)
 
-    layout = lambda name, shape: checkpoint_views(whole.model, name, shape)  # noqa: E731
+    layout = lambda name, shape: checkpoint_views(plain.model, name, shape)  # noqa: E731
 
     def randomise(seed: int) -> None:
-        """The same new values in the whole model and in this rank's shards."""
-        whole.randomise(seed)
-        state = dict(whole.model.named_parameters())
+        """Gives the same new values to the whole model and to this rank's shards."""
+        plain.randomise(seed)
+        state = dict(plain.model.named_parameters())
         with torch.no_grad():
             for name, parameter in sharded.model.named_parameters():
                 rows = state[name].chunk(4)
@@ -72,15 +73,15 @@ def check_ranks(model: str, folder: str) -> None:
         engine, sampling, place = (
             leader.engine,
             SamplingSettings(max_tokens=16),
-            {"seed": 1, "policy_version": whole.version},
+            {"seed": 1, "policy_version": plain.version},
         )
         sampled = leader.thread.run(engine.complete(PROMPT, sampling, **place), 120, "a completion")
         with Episodes(leader, 5, [lambda gate: engine.complete(PROMPT, sampling, **place, turnstile=gate)]) as episodes:
-            (cut,) = episodes.results(whole.version)  # the same tokens, slice by slice
+            (cut,) = episodes.results(plain.version)  # the same tokens must come slice by slice
         assert (cut.token_ids, cut.finish_reason) == (sampled.token_ids, sampled.finish_reason)
         assert max(abs(a - b) for a, b in zip(cut.logprobs, sampled.logprobs, strict=True)) < 1e-4
-        own = whole.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
-        assert max(abs(a - b) for a, b in zip(own, sampled.logprobs, strict=True)) < 1e-4
+        expected = plain.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
+        assert max(abs(a - b) for a, b in zip(expected, sampled.logprobs, strict=True)) < 1e-4
 
     source = FsdpWeightSource(list(parameter_names(sharded.model).items()), torch.float32, layout)
     with CollectiveSender(source, torch.device("cpu"), SyncSettings("full", 1 << 16, 60), workers=2) as sender:
@@ -88,25 +89,25 @@ def check_ranks(model: str, folder: str) -> None:
         sender.connect(call("init_collective_async", 0, sender.ip, sender.port, sender.world_size, 1, 60.0))
         for seed in (1, 2):
             randomise(seed)
-            assert sender.send(whole.version, call("update_weights_from_collective_async")).verified == "full"
+            assert sender.send(plain.version, call("update_weights_from_collective_async")).verified == "full"
             check()
         for promise in call("prepare_refit_info_async", {"model.other": ([1], "float32")}):
             promise.result(60)
         refused = call("update_weights_from_collective_async")
         with pytest.raises(RemoteError, match=r"weights rank 1 failed: .*model\.other is missing"):
-            sender.send(9, refused)  # on all ranks
+            sender.send(9, refused)  # raised on all ranks
         for answer in refused:
             with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0 .*worker 1 on cpu:1 "):
                 answer.result(60)
         for promise in call("prepare_refit_info_async", sender.refit_info()):
             promise.result(60)
         randomise(3)
-        sender.send(whole.version, call("update_weights_from_collective_async"))  # no answer was left in a queue
+        sender.send(plain.version, call("update_weights_from_collective_async"))  # no old answer is left in a queue
         check()
-    alone = FsdpWeightSource(list(parameter_names(whole.model).items()), torch.float32, layout)
-    for weights in (source, alone):  # cut in four, and as a single rank has them
-        randomise(whole.version + 4)
-        StorageWriter(Path(folder), weights, bucket_bytes=1 << 16).write(whole.version)
+    alone = FsdpWeightSource(list(parameter_names(plain.model).items()), torch.float32, layout)
+    for weights in (source, alone):  # as four ranks and as a single rank store them
+        randomise(plain.version + 4)
+        StorageWriter(Path(folder), weights, bucket_bytes=1 << 16).write(plain.version)
         for load in call("load_weights_from_storage_async", folder):
             load.result(60)
         check()

@@ -1,4 +1,4 @@
-"""Exchanges between real ranks, against what plain Python computes."""
+"""Compares exchanges between real ranks with what plain Python computes."""
 
 import math
 import os
@@ -38,7 +38,7 @@ def test_exchanges_equal_what_plain_python_computes_and_execute_nothing(tmp_path
 
 
 class MakesAFolder:
-    """Its pickle does, wherever it is loaded."""
+    """An object whose pickle makes a folder wherever it is loaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -48,6 +48,7 @@ class MakesAFolder:
 
 
 def exchanges(path: str) -> None:
+    """Calls every collective of `sharding.ranks`, and one whose pickle must be refused."""
     distributed.init_process_group(30, device="cpu")
     rank = ranks.rank()
     assert ranks.world_size() == RANKS and ranks.is_main() == (rank == 0)
@@ -64,10 +65,10 @@ def exchanges(path: str) -> None:
         return {"thirds": 1 / (3 + who), "large": 1e17 * (-1) ** who, "count": float(who)}
 
     rows = [values(who) for who in range(RANKS)]
-    # In another order of keys on each rank: names decide, not positions.
-    own = dict(sorted(values(rank).items(), reverse=rank == 1))
-    assert all_reduce_sum(own) == {key: sum(row[key] for row in rows) for key in rows[0]}
-    assert all_reduce_max(own) == {key: max(row[key] for row in rows) for key in rows[0]}
+    # The order of keys differs between ranks: names decide, not positions.
+    reduced = dict(sorted(values(rank).items(), reverse=rank == 1))
+    assert all_reduce_sum(reduced) == {key: sum(row[key] for row in rows) for key in rows[0]}
+    assert all_reduce_max(reduced) == {key: max(row[key] for row in rows) for key in rows[0]}
     assert math.isnan(all_reduce_max({"x": math.nan if rank == 1 else 1.0})["x"])
     assert math.isnan(all_reduce_sum({"x": math.nan if rank == 1 else 1.0})["x"])
     with pytest.raises(RuntimeError, match=r"ranks 0 and 2 reduce different values.*\['b'\]"):
@@ -77,7 +78,7 @@ def exchanges(path: str) -> None:
     assert [distributed.store().get(f"hello/{who}") for who in range(RANKS)] == [b"0", b"1", b"2"]
 
     tensor = torch.tensor([float(rank)])
-    dist.all_reduce(tensor)  # the group is an ordinary one
+    dist.all_reduce(tensor)  # plain torch.distributed works in this group
     assert tensor.item() == 3.0
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir is not among the classes that ranks exchange"):
         dist.all_gather_object([None] * RANKS, MakesAFolder(f"{path} {rank}"))
@@ -90,18 +91,19 @@ def test_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
 
 
 def disagreement() -> None:
+    """Raises on some ranks, and checks that all ranks raise an error that names those."""
     distributed.init_process_group(30, device="cpu")
     rank = ranks.rank()
     agree(None, "quiet")
-    own = ValueError(f"naïve {rank}") if rank > 0 else None
+    error = ValueError(f"naïve {rank}") if rank > 0 else None
     with pytest.raises(RemoteError) as caught:
-        agree(own, "rollout")
+        agree(error, "rollout")
     message = "phase rollout failed on rank 1: ValueError: naïve 1; rank 2: ValueError: naïve 2"
-    assert str(caught.value) == message and caught.value.__cause__ is own
+    assert str(caught.value) == message and caught.value.__cause__ is error
     with pytest.raises(RemoteError, match="phase update failed on rank 0: KeyError: 'gone'"), agreed("update"):
         if rank == 0:
             raise KeyError("gone")
-    with agreed("still in step"):  # nobody is one collective behind
+    with agreed("still in step"):  # no rank is one collective behind
         assert all_reduce_sum({"one": 1.0}) == {"one": RANKS}
     with pytest.raises(RemoteError, match="rank 2: RuntimeError: long long") as caught:
         agree(RuntimeError("long " * 100_000) if rank == 2 else None, "end")
@@ -112,29 +114,30 @@ def disagreement() -> None:
 
 
 def test_a_rank_that_died_is_noticed_by_all_at_the_next_agreement(tmp_path: Path) -> None:
-    ranks, dead = 5, 3  # which talks to rank 2 alone, which is told of by rank 0
+    ranks, dead = 5, 3  # rank 3 exchanges with ranks 4 and 0 only; the others hear of it from those
     run_ranks(death, ranks, arguments=[str(tmp_path), str(ranks), str(dead)], lost=(dead,))
     for rank in {*range(ranks)} - {dead}:
-        for phase, said in zip(("reward", "update"), (tmp_path / str(rank)).read_text().split("\n"), strict=True):
+        for phase, message in zip(("reward", "update"), (tmp_path / str(rank)).read_text().split("\n"), strict=True):
             expected = (
                 rf"rank {rank} lost contact with rank {dead}, whose process \d+ has ended, at the end of phase {phase}"
             )
-            assert re.match(expected, said), said
+            assert re.match(expected, message), message
 
 
 def death(folder: str, ranks_there: str, dead: str) -> None:
+    """Ends one rank; the others write the errors of their next two agreements."""
     distributed.init_process_group(60, device="cpu")
     agree(None, "start")
     if ranks.rank() == int(dead):
         os._exit(0)
-    said = []
-    for phase in ("reward", "update"):  # what is broken stays so
+    messages = []
+    for phase in ("reward", "update"):  # a broken group stays broken
         with pytest.raises(RemoteError) as caught:
             agree(None, phase)
-        said.append(str(caught.value).replace("\n", " "))
-    (Path(folder) / f"{ranks.rank()}.tmp").write_text("\n".join(said))
+        messages.append(str(caught.value).replace("\n", " "))
+    (Path(folder) / f"{ranks.rank()}.tmp").write_text("\n".join(messages))
     (Path(folder) / f"{ranks.rank()}.tmp").rename(Path(folder) / str(ranks.rank()))
-    while len(list(Path(folder).glob("?"))) < int(ranks_there) - 1:  # a survivor that has left would be named, too
+    while len(list(Path(folder).glob("?"))) < int(ranks_there) - 1:  # errors would name a survivor that has left, too
         time.sleep(0.01)
     leave()
 
@@ -175,7 +178,7 @@ def waits_in_a_collective() -> None:
 
 
 def test_a_rank_that_vanishes_is_noticed_though_nobody_waits_for_it() -> None:
-    """As where its node has lost power: no launcher tells, and no connection breaks."""
+    """Simulates a node that loses power: no launcher reports it, and no connection breaks."""
     with pytest.raises(AssertionError) as caught:
         run_ranks(vanishes, RANKS)
     output = str(caught.value)
@@ -204,12 +207,12 @@ def test_ranks_that_lost_the_store_end_by_themselves() -> None:
 
 
 def store_dies() -> None:
-    """As with launchers that keep no store of their own: rank 0 holds it, and takes it along."""
+    """Ends rank 0, which holds the store, as with launchers that keep no store of their own."""
     distributed.init_process_group(60, device="cpu")
     rank = ranks.rank()
-    own = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
-    port = int(ranks.all_reduce_max({"port": own.port if own else 0})["port"])
-    store = own or dist.TCPStore("127.0.0.1", port, is_master=False)
+    local = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+    port = int(ranks.all_reduce_max({"port": local.port if local else 0})["port"])
+    store = local or dist.TCPStore("127.0.0.1", port, is_master=False)
     dog = Watchdog(store, rank, 2)
     with dog.phase("rollout", 60):
         agree(None, "start")

@@ -1,4 +1,4 @@
-"""Shards of two ranks, read by the workers of both: policies that train in memory others map, and what goes wrong."""
+"""Workers read the shards of two ranks: policies train in memory that others map, and failures are named."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ NAMES = ("fsdp float32", "fsdp bfloat16", "zero3 float32", "zero3 bfloat16", "un
 
 
 def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
-    """Updates and scores are bit for bit those of a policy whose shards stay where they were made, which follow it."""
+    """Updates and scores are, bit for bit, those of a policy whose shards were never moved."""
     import torch
 
     from sharding.send.pull import Pull
@@ -35,13 +35,14 @@ def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
         assert not pull.export.moved()
         scores = [[o.logprobs for o in p.score(batches, checks.TEMPERATURE)] for p in (exported, plain)]
         assert all(torch.equal(first, second) for first, second in zip(*scores, strict=True))
-        own, other = source.shards(), weight_source(plain, torch.bfloat16).shards()
-        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+        shards, expected = source.shards(), weight_source(plain, torch.bfloat16).shards()
+        assert shards.keys() == expected.keys() and all(torch.equal(shards[name], expected[name]) for name in shards)
         assert not pull.export.moved()
     pull.export._file.close()
 
 
 def two_ranks(models: str, results: str) -> None:
+    """Runs the checks of NAMES on two ranks, and writes the results to the file `results`."""
     import tempfile
     from types import SimpleNamespace
 
@@ -64,13 +65,16 @@ def two_ranks(models: str, results: str) -> None:
         return {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in weights.items()}
 
     def factors(seed: int) -> dict[str, torch.Tensor]:
-        """A and B of two weights, three rows and columns."""
+        """Factors A and B of two weights, of rank three."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {"A of a": (3, 6), "B of a": (12, 3), "A of columns": (3, 8), "B of columns": (5, 3)}
         return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
     def started(ranks: int, dtype: torch.dtype, *adapted: str) -> InProcess:
-        """Engines of so many workers; nothing of five or seven rows can be halved. `adapted`: weights with adapters."""
+        """Starts engines of `ranks` workers each; weights of five or seven rows cannot be halved.
+
+        `adapted` names the weights with adapters.
+        """
         weights = halved(small_weights(0))
         added = halved({name: factor for name, factor in factors(0).items() if name[5:] in adapted})
         tensors = weights | added
@@ -113,12 +117,12 @@ def two_ranks(models: str, results: str) -> None:
             for version in (2, 3):
                 train_and_sync(both, version)
                 assert both.manager.report.staging_bytes == 2 * 512
-            assert mapped() == before + 3, "this rank's shards, and its worker's view of both ranks'"
+            assert mapped() == before + 3, "mapped: this rank's shards, and both ranks' by its worker"
             del both.worker.hotbunk_rank.shards._memory[:]  # type: ignore[union-attr]
             both.manager.close()
 
     def adapters() -> None:
-        """Rank 1 has the last of three rows of each factor A."""
+        """Rank 1 has the last of the three rows of each factor A."""
         for ranks, dtype in ((1, torch.float32), (2, torch.bfloat16)):
             both = started(ranks, dtype, "a", "columns")
             for version in (2, 3):
@@ -127,7 +131,7 @@ def two_ranks(models: str, results: str) -> None:
             both.manager.close()
 
     def writer() -> None:
-        """Rank 1's optimizer steps while its shards are read."""
+        """Rank 1's optimizer steps while its shards are being read."""
         both, copy = started(1, torch.float32), recording._copy_all
 
         def copy_and_step(pairs: list) -> None:
@@ -143,7 +147,7 @@ def two_ranks(models: str, results: str) -> None:
         both.manager.close()
 
     def moved() -> None:
-        """Rank 1 has a shard elsewhere; all ranks hear of it, and rank 0's worker is let go."""
+        """A shard of rank 1 moves to other memory: all ranks raise, and rank 0's worker is released."""
         both = started(1, torch.float32)
         shard = both.tensors["columns"]._local_tensor  # type: ignore[attr-defined]
         if rank() == 1:
@@ -165,14 +169,14 @@ def two_ranks(models: str, results: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(models: Path) -> dict[str, str]:
+def failures(models: Path) -> dict[str, str]:
     run_ranks(two_ranks, 2, timeout=240, arguments=[str(models), str(models / "pulled.json")])
     return json.loads((models / "pulled.json").read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shards_that_others_map_are_the_policy_s_and_what_goes_wrong_is_named(found: dict[str, str], name: str) -> None:
-    assert found[name] == ""
+def test_shards_that_others_map_train_alike_and_failures_are_named(failures: dict[str, str], name: str) -> None:
+    assert failures[name] == ""
 
 
 def test_one_rank_trains_alike_in_memory_that_others_map(one_rank: None, models: Path) -> None:
@@ -180,7 +184,7 @@ def test_one_rank_trains_alike_in_memory_that_others_map(one_rank: None, models:
 
 
 def dying() -> None:
-    """Rank 1 ends while its shards are read; rank 0 says who is gone, and its worker lets go of the memory."""
+    """Rank 1 ends while its shards are read; rank 0's error names it, and its worker unmaps the memory."""
     import os
     import tempfile
 
@@ -215,9 +219,9 @@ def dying() -> None:
     recording._copy_all = copy_and_end
     with pytest.raises(RemoteError, match="lost contact with rank 1, whose process [0-9]+ has ended"):
         both.sync(2)
-    assert Path("/proc/self/maps").read_text().count("hotbunk-shards") == 1, "its own shards"
+    assert Path("/proc/self/maps").read_text().count("hotbunk-shards") == 1, "only its own may stay"
     leave()
 
 
-def test_a_rank_that_dies_while_it_is_read_is_named_and_nothing_of_it_stays_mapped() -> None:
+def test_a_rank_that_dies_while_it_is_read_is_named_and_unmapped() -> None:
     run_ranks(dying, nproc=2, timeout=90, lost=(1,))

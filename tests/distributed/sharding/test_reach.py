@@ -1,11 +1,11 @@
-"""Every family of models, from two and four ranks into engines of two workers: what arrives is the checkpoint.
+"""Every family of models arrives as its checkpoint, from two and four ranks in engines of one and two workers.
 
-Ranks hold the policy under FSDP2 or ZeRO-3, and each has beside it the model that one worker of an engine would have,
-built and loaded by vLLM itself. After two syncs, of which the second replays, all that this model keeps is compared,
-byte for byte, with another that vLLM loads from the checkpoint the policy has saved. Whole engines take ten to fifty
-seconds each to start: from one rank into one worker they are in engine/test_sync.py, of two workers in
-test_collective_ranks.py and test_run.py. The other pairs of rank counts and engines follow, since what is sent is
-the same from any number of ranks (test_policy.py, test_hsdp.py, test_deepspeed.py).
+Ranks hold the policy under FSDP2 or ZeRO-3, and each also has the model of one engine worker, built and loaded by vLLM
+itself. After two syncs, of which the second replays, everything that this model keeps is compared, byte for byte, with
+a model that vLLM loads from the checkpoint the policy has saved. Whole engines take ten to fifty seconds each to start:
+engine/test_sync.py has them for one rank and one worker, test_collective_ranks.py and test_run.py for two workers.
+Other pairs of rank counts and engines follow, since the same is sent from any number of ranks (test_policy.py,
+test_hsdp.py, test_deepspeed.py).
 """
 
 import json
@@ -31,12 +31,13 @@ NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
 SEEING = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
 SEEING_CASES = ("fsdp 2", "zero3 1")
 CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
-"""Ranks -> the policy's backend and the engines' tensor-parallel size."""
+"""Number of ranks -> cases: the policy's backend and the engines' tensor-parallel size."""
 WITH_ADAPTERS = ("fsdp 1 lora", "fsdp 2 lora", "zero3 1 lora", "zero3 2 lora")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    """Runs all cases on two and on four ranks; failures by number of ranks and name."""
     models = tmp_path_factory.mktemp("models")
     for name, (kind, tied) in zip(NAMES, FAMILIES, strict=True):
         make_tiny_model(models / name, architecture=kind, tied=tied, layers=2)
@@ -50,8 +51,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Models that see, whose encoders vLLM loads as well."""
+def multimodal_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Runs the cases of multimodal models, whose encoders vLLM loads as well."""
     models, file = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("results") / "found.json"
     for kind, tied in SEEING:
         make_tiny_vlm(models / f"{kind}_{tied}", architecture=kind, tied=tied)
@@ -61,23 +62,25 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(("kind", "tied"), SEEING)
 @pytest.mark.parametrize("case", SEEING_CASES)
-def test_what_ranks_send_of_models_that_see_is_what_vllm_loads(
-    seen: dict[str, str], case: str, kind: str, tied: bool
+def test_multimodal_weights_that_ranks_send_are_those_vllm_loads(
+    multimodal_failures: dict[str, str], case: str, kind: str, tied: bool
 ) -> None:
-    assert seen[f"{kind}_{tied} {case}"] == ""
+    assert multimodal_failures[f"{kind}_{tied} {case}"] == ""
 
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
-def test_what_ranks_send_is_what_vllm_loads(found: dict[int, dict[str, str]], ranks: int, case: str, name: str) -> None:
-    assert found[ranks][f"{name} {case}"] == ""
+def test_weights_that_ranks_send_are_those_vllm_loads(
+    failures: dict[int, dict[str, str]], ranks: int, case: str, name: str
+) -> None:
+    assert failures[ranks][f"{name} {case}"] == ""
 
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", reach_checks.ADAPTED)
 @pytest.mark.parametrize("case", WITH_ADAPTERS)
-def test_what_workers_add_up_is_what_vllm_loads_of_the_merged_checkpoint(
-    found: dict[int, dict[str, str]], case: str, name: str
+def test_adapters_merged_by_workers_equal_the_merged_checkpoint(
+    failures: dict[int, dict[str, str]], case: str, name: str
 ) -> None:
-    assert found[2][f"{name} {case}"] == ""
+    assert failures[2][f"{name} {case}"] == ""

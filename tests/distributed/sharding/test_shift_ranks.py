@@ -1,7 +1,7 @@
-"""What goes wrong with one rank's half of an update is the error of all ranks, by name and in time.
+"""A failure on one rank during an update is raised on all ranks, by name and in time.
 
-Two real ranks with a manager each. In the place of an engine stands a process that speaks as its worker does, and can
-be killed like one; what a real worker makes of all this, tests/engine/sharding/test_sync_failures.py shows.
+Two real ranks have a manager each. In place of an engine there is a process that speaks as its worker does, and can be
+killed like one; tests/engine/sharding/test_sync_failures.py has a real worker.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ while True:
 
 
 class StandIn(Engine):
-    """An engine whose one worker is another process, with nothing but its end of a channel."""
+    """An engine whose only worker is another process with nothing but its end of a channel."""
 
     def __init__(self) -> None:
         super().__init__(EngineSettings("none", 64))
@@ -63,6 +63,7 @@ class StandIn(Engine):
 
 
 def check_failures(folder: str) -> None:
+    """Fails an update in three ways on rank 1, and checks the errors on both ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -93,7 +94,7 @@ def check_failures(folder: str) -> None:
         assert engine.state.version is None
 
     def on_rank_one(action: Callable[[], None]) -> Any:
-        """What happens there while the third bucket is gathered."""
+        """Calls `action` on rank 1 while the third bucket is gathered."""
         calls, gather = [], source.gather_into
 
         def gather_and_act(names: list[str], slots: list[torch.Tensor]) -> None:
@@ -116,13 +117,13 @@ def check_failures(folder: str) -> None:
     with on_rank_one(lambda: engine.worker.kill()):  # type: ignore[union-attr]
         fail("sending weights failed on rank 1: SyncError: .*(the engine core is gone|cannot be reached)")
     if rank() == 0:
-        assert engine.worker.poll() is None, "the other worker waits for another update"
-    with on_rank_one(lambda: os._exit(0)):  # so that nobody ends the other one
+        assert engine.worker.poll() is None, "the other worker must wait for another update"
+    with on_rank_one(lambda: os._exit(0)):  # without a launcher that would end rank 0, too
         fail("rank 0 lost contact with rank 1, whose process [0-9]+ has ended,")
     engine.worker.kill()
     leave()
 
 
-def test_what_goes_wrong_on_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
-    """Staging memory that cannot be had, which the next update repairs; a killed worker; a rank that is gone."""
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """No staging memory, which the next update repairs; a killed worker; a rank that has ended."""
     run_ranks(check_failures, nproc=2, timeout=150, arguments=[str(tmp_path)], lost=(1,))

@@ -1,4 +1,4 @@
-"""Gathering shards into place, on real ranks: uneven rows, rows fewer than ranks, both dtypes, fused layouts."""
+"""Real ranks gather shards into place: uneven rows, fewer rows than ranks, both dtypes, other placements."""
 
 import torch
 
@@ -6,6 +6,7 @@ from tests.support.launch import run_ranks
 
 
 def check_gather() -> None:
+    """Compares gathered weights with the whole ones, for every kind of placement."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -17,16 +18,16 @@ def check_gather() -> None:
     init_process_group(60, "cpu")
     mesh = init_device_mesh("cpu", (world_size(),))
     generator = torch.Generator().manual_seed(0)
-    whole = {
+    weights = {
         str(shape): torch.randn(shape, generator=generator)
         for shape in [(257, 8), (6, 5), (2, 3), (1,), (9,), (4, 2, 3)]
     }
     placements = [Shard(0), Shard(0), Shard(0), Shard(0), Replicate(), Shard(1)]
-    tensors = {n: distribute_tensor(t, mesh, [p]) for (n, t), p in zip(whole.items(), placements, strict=True)}
+    tensors = {n: distribute_tensor(t, mesh, [p]) for (n, t), p in zip(weights.items(), placements, strict=True)}
     for dtype in (torch.float32, torch.bfloat16):
         source = FsdpWeightSource(list(tensors.items()), dtype)
         for got in (sent(source), sent_in_parts(source, 1 << 12), sent_in_parts(source, 1 << 11)):
-            for name, weight in whole.items():
+            for name, weight in weights.items():
                 assert torch.equal(got[name], weight.to(dtype)), (rank(), name)
     destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Digests on two ranks: each holds a part of every weight, and its worker reads another part."""
+"""Digests on two ranks: each rank holds one part of every weight, and its worker reads another part."""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +9,7 @@ COMPLAINT = "the worker on cpu:0 does not hold what was sent: columns differ"
 
 
 def two_ranks() -> None:
-    """Weights of uneven rows; engines whole and in two. In the end what rank 1 contributes goes wrong."""
+    """Syncs weights of uneven rows to engines of one and of two workers, until rank 1 sends a wrong byte."""
     import pytest
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +36,7 @@ def two_ranks() -> None:
             return shard
 
     for verify, ranks, large in (("full", 2, 60), ("sample", 2, 0), ("full", 1, 1 << 20)):
-        sources.LARGE_BYTES = large  # some are gathered alone, all of them, none
+        sources.LARGE_BYTES = large  # some weights are gathered alone, or all, or none
         source = Faulty(list(tensors.items()), torch.bfloat16)
         model = SmallModel(rank() % ranks, ranks, torch.bfloat16)
         both = InProcess(source, model, Path(tempfile.mkdtemp()), verify=verify)
@@ -47,7 +47,7 @@ def two_ranks() -> None:
         with pytest.raises(RemoteError) as caught:
             for version in range(4, 100):
                 both.sync(version)
-        # The byte is in row 3, column 2: only the first of two engines that share the columns reads it.
+        # The byte is in row 3, column 2: of two workers that share the columns only the first reads it.
         assert str(caught.value).count(COMPLAINT) == (1 if ranks == 2 else 2), caught.value
         source.broken = False
         both.sync(100)
@@ -55,5 +55,5 @@ def two_ranks() -> None:
     destroy_process_group()
 
 
-def test_what_one_rank_contributes_is_compared_with_what_it_holds() -> None:
+def test_a_wrong_byte_from_one_rank_is_found_by_the_digests() -> None:
     run_ranks(two_ranks, nproc=2, timeout=180)

@@ -1,4 +1,4 @@
-"""Every way of the weights, under one manager: two ranks, each with an engine of its own."""
+"""Every way of sending weights, under one manager: two ranks, each with an engine of its own."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ WAYS = ("staged", "storage", f"{Path(__file__).with_name('way_in_messages.py')}:
 
 
 def check_ways(shared: str) -> None:
-    """Weights cut over the ranks reach both engines, twice by every way; what breaks is named, and repaired."""
+    """Sharded weights reach both engines by every way; failures are named, and the next update repairs them."""
     from types import SimpleNamespace
 
     import torch
@@ -41,7 +41,7 @@ def check_ways(shared: str) -> None:
         return both
 
     def sync(both: InProcess, version: int) -> None:
-        """Train, send, and compare with a model that has loaded the weights by itself."""
+        """Trains, sends, and compares with a model that has loaded the weights by itself."""
         weights = small_weights(version)
         for name, tensor in both.tensors.items():  # type: ignore[attr-defined]
             tensor.copy_(distribute_tensor(weights[name], mesh, [Shard(0)]))
@@ -90,7 +90,7 @@ def check_ways(shared: str) -> None:
         both.manager._way.send = send  # type: ignore[method-assign]
         sync(both, 7)
         if rank() == 1:
-            both.die(SmallModel())  # which knows nothing: weights come whole, and its loaders are recorded anew
+            both.die(SmallModel())  # a new worker: weights come whole, and its loaders are recorded again
         both.manager.restart(lambda: None)
         for version in (8, 9):
             sync(both, version)
@@ -100,12 +100,12 @@ def check_ways(shared: str) -> None:
     from sharding.worker.storage import StorageCarrier
 
     carrier = StorageCarrier(f"{shared}/run/weights", torch.device("cpu"), 5.0, verify=False)
-    assert carrier.next()["version"] == 9, "any engine that sees the folder can load the run's weights"
+    assert carrier.next()["version"] == 9, "any engine that has the folder can load the run's weights"
     carrier.leave({})
     destroy_process_group()
 
 
-def test_weights_in_two_engines_are_the_policys_also_when_one_is_restarted(
+def test_two_engines_get_the_policys_weights_also_when_one_is_restarted(
     tmp_path: Path,
 ) -> None:
     run_ranks(check_ways, nproc=2, timeout=180, arguments=[str(tmp_path)])

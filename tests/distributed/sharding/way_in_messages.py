@@ -1,4 +1,4 @@
-"""A way of weights as a user may write one: the bytes of each bucket travel in its own message."""
+"""A way of sending weights as a user may write one: each bucket's bytes travel in its own message."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from sharding.wire.staging import STAMP_BYTES, stamped_bucket
 
 
 class InMessages(Staged):
-    """The trainer's half."""
+    """The trainer's half of the way."""
 
     reader = f"{__file__}:BytesOfMessages"
 
@@ -22,7 +22,7 @@ class InMessages(Staged):
 
 
 class BytesOfMessages:
-    """The worker's half."""
+    """The worker's half of the way."""
 
     ahead = False
     opened = closed = 0

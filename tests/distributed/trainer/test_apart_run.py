@@ -19,7 +19,7 @@ CUT: dict[str, dict[str, Any]] = {
     "rollout": {"slice_tokens": 5, "ahead": 2.0},
     "lora": {"rank": 4},
 }
-"""Adapters by themselves, and answers that go on from step to step."""
+"""Adapters, and answers that continue from step to step."""
 TURNS = {"custom": f"{ROOT}/scripts/examples/second_look.py:second_look", "kwargs": {"looks": 1, "bonus": 0.5}}
 
 
@@ -36,6 +36,7 @@ def small_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path
 
 
 def finished(recipe: Path, *arguments: str, ranks: int, name: str) -> Run:
+    """Runs to the end, which must be successful, and returns the run."""
     run = Run(recipe, *arguments, ranks=ranks, name=name, preloaded=True)
     assert run.wait() == 0, run.output()
     run.assert_gone()
@@ -43,18 +44,17 @@ def finished(recipe: Path, *arguments: str, ranks: int, name: str) -> Run:
 
 
 def together_and_apart(recipe: Path, *arguments: str) -> tuple[Run, Run]:
+    """Runs the recipe on one rank, and on two with the engine apart."""
     together = finished(recipe, *arguments, ranks=1, name="together")
     return together, finished(recipe, *arguments, *APART, ranks=2, name="apart")
 
 
-def test_without_a_lag_engines_apart_are_bit_for_bit_those_of_the_same_rank(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_without_lag_engines_apart_train_alike_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
     together, apart = together_and_apart(small_recipe(tmp_path, tiny_model()))
     assert len(apart.rows()) == 4 and not unequal(together, apart)
 
 
-def test_so_they_are_with_deepspeed_adapters_slices_turns_and_dynamic_sampling(
+def test_engines_apart_train_alike_with_deepspeed_adapters_slices_and_turns(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     sections = CUT | {"rollout": CUT["rollout"] | TURNS, "engine": {"max_model_len": 128}}
@@ -67,7 +67,7 @@ def test_so_they_are_with_deepspeed_adapters_slices_turns_and_dynamic_sampling(
 
 
 @pytest.mark.parametrize("sections", [{}, CUT], ids=["", "adapters, answers in slices"])
-def test_with_a_lag_a_run_that_goes_on_from_a_checkpoint_ends_as_the_undisturbed_one(
+def test_with_a_lag_a_resumed_run_ends_as_the_undisturbed_one(
     sections: dict[str, dict[str, Any]], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     recipe = small_recipe(tmp_path, tiny_model(), **sections)
@@ -79,10 +79,11 @@ def test_with_a_lag_a_run_that_goes_on_from_a_checkpoint_ends_as_the_undisturbed
         assert [row["stale/share"] for row in rows] == [0, 1, 1, 1] and rows[0]["stale/age_max"] == 0
         assert all(row["stale/age_mean"] >= 1 for row in rows[1:])
         assert any(row["carry/answers"] for row in rows)
-    shown = [json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()]
-    assert shown and all(row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in shown)
+    completions = [json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()]
+    assert completions
+    assert all(row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in completions)
     resume = ["--checkpoint.resume", str(one.folder / "checkpoints" / "step_2")]
     again = finished(recipe, *lag, *resume, ranks=2, name="again")
     assert not differences(one.comparable_rows()[2:], again.comparable_rows())
-    weights, others = (load_file(run.folder / "model" / "model.safetensors") for run in (one, again))
-    assert weights.keys() == others.keys() and all(weights[name].equal(others[name]) for name in weights)
+    first, second = (load_file(run.folder / "model" / "model.safetensors") for run in (one, again))
+    assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)

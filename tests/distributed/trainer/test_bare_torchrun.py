@@ -1,4 +1,4 @@
-"""A run that was started by torchrun itself, or by `accelerate launch`, without the script: it trains."""
+"""Runs that torchrun itself or `accelerate launch` starts, without our script."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from tests.support.wandb_files import wandb_records
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of torchrun, which starts ranks by the one program that this names, here forked ones."""
+    """Environment variables for a torchrun whose ranks are forked by the program that PYTHON_EXEC names."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
     python.chmod(0o755)
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(python)}
 
 
-def test_a_bare_torchrun_says_what_is_open_and_a_run_whose_folder_is_deleted_ends(
+def test_a_bare_torchrun_warns_of_its_open_port_and_ends_without_its_folder(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     write_arithmetic(tmp_path / "data", sft_size=64)
@@ -54,14 +54,14 @@ def test_a_bare_torchrun_says_what_is_open_and_a_run_whose_folder_is_deleted_end
         assert run.wait(60) != 0
     finally:
         run.kill()
-    said = (tmp_path / "log").read_text()
-    assert "where the ranks meet, is open to the network" in said
-    assert f"hotbunk: {tmp_path}/run was deleted, moved or replaced while the run was writing to it" in said
+    output = (tmp_path / "log").read_text()
+    assert "where the ranks meet, is open to the network" in output
+    assert f"hotbunk: {tmp_path}/run was deleted, moved or replaced while the run was writing to it" in output
     assert not (tmp_path / "run").exists()
 
 
 def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Path:
-    """The folder of the run that this way of starting ranks has brought to its end, its weights alike in engines."""
+    """Launches ranks in this way; returns the folder of the finished run, whose engines had the policy's weights."""
     run = subprocess.run(
         [*PYTHON, *launch, "-m", "trainer", "train", str(recipe)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
@@ -75,7 +75,7 @@ def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Pat
     return folder
 
 
-def test_accelerate_launch_starts_two_ranks_with_the_policys_own_file(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_accelerate_launch_trains_two_ranks_by_accelerates_own_file(tiny_model: TinyModel, tmp_path: Path) -> None:
     fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     file = tmp_path / "accelerate.yaml"
     processes = {"num_machines": 1, "num_processes": 2, "machine_rank": 0, "use_cpu": True}
@@ -100,9 +100,7 @@ def test_a_bare_torchrun_trains_two_ranks_by_zero_3(tiny_model: TinyModel, tmp_p
     trained(recipe, torchrun, environment(tmp_path))
 
 
-def test_a_run_by_zero_2_leaves_all_that_wandb_is_to_show_in_its_offline_files(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_a_run_by_zero_2_writes_everything_to_wandbs_offline_files(tiny_model: TinyModel, tmp_path: Path) -> None:
     zero_2 = {"backend": "deepspeed", "zero_stage": 2}
     sections = {"run": {"steps": 2, "device": "cpu"}, "policy": zero_2, "tracking": {"wandb": "offline"}}
     recipe = write_recipe(tmp_path, tiny_model(), **sections)
@@ -120,7 +118,7 @@ def test_a_run_by_zero_2_leaves_all_that_wandb_is_to_show_in_its_offline_files(
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = {int(row["train/step"]): row["reward/mean"] for row in history if "reward/mean" in row}
     assert figures == {row["train/step"]: pytest.approx(row["reward/mean"]) for row in rows}
-    shown = [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/*.table.json")]
+    tables = [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/*.table.json")]
     answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    texts = {str(cell) for table in shown for row in table["data"] for cell in row}
+    texts = {str(cell) for table in tables for row in table["data"] for cell in row}
     assert answers and {answer["text"] for answer in answers} <= texts

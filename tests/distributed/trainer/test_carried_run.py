@@ -1,4 +1,4 @@
-"""A whole run whose answers go on from step to step: real ranks, real engines, and a checkpoint in the middle."""
+"""A whole run whose answers continue from step to step: real ranks and engines, and a checkpoint in the middle."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,15 @@ from tests.support.real_run import Run, write_recipe
 
 
 def answers(run: Run, step: int) -> list[dict[str, Any]]:
+    """The rows of completions.jsonl from one step."""
     rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
     return [row for row in rows if row["train/step"] == step]
 
 
-def test_answers_go_on_under_new_weights_and_on_another_number_of_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """And in the last step the engines have a row of a weight as it was before, which the gap tells at once."""
+def test_answers_continue_under_new_weights_and_on_another_number_of_ranks(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """In the last step the engines have a stale row of one weight, which the gap shows at once."""
     model = tiny_model()
     recipe = write_recipe(
         tmp_path,
@@ -40,8 +43,8 @@ def test_answers_go_on_under_new_weights_and_on_another_number_of_ranks(tiny_mod
     assert [len(answers(run, step)) for step in range(1, 7)] == [16] * 6  # four groups of four, complete
     trained = [row["prompt_id"] for step in range(1, 7) for row in answers(run, step) if not row["sample"]]
     assert len(set(trained)) == len(trained) == 24
-    # One rank goes on with what two leaders have kept: of the next step all answers are the same, token by token, since
-    # the weights are; from then on weights differ in the last bit, as sums over one rank and over two do.
+    # One rank continues with the answers that two leaders saved. The next step's answers are equal, token by token,
+    # since the weights are; from then on weights differ in the last bit, as sums over one rank and over two do.
     saved = next(step for step in range(2, 5) if rows[step - 1]["carry/answers"])
     resume = str(run.folder / "checkpoints" / f"step_{saved}")
     further = ["--checkpoint.resume", resume, "--run.steps", str(saved + 1)]

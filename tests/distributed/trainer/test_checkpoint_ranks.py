@@ -1,4 +1,4 @@
-"""Real ranks: FSDP2 shards of a vocabulary that divides by nothing, loaded by more or fewer ranks."""
+"""Real ranks save FSDP2 shards of a vocabulary of prime size, and more or fewer ranks load them."""
 
 import json
 import random
@@ -22,7 +22,7 @@ VOCABULARY = 257
 
 
 class ShardedPolicy:
-    """A tied embedding of odd size and a layer, sharded by FSDP2, with Adam's moments."""
+    """An embedding of odd size and a layer, sharded by FSDP2, with Adam's moments."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -33,7 +33,7 @@ class ShardedPolicy:
         self.learn()
 
     def learn(self) -> float:
-        """A step on data that is the same on all ranks."""
+        """Makes an optimizer step on the same data on all ranks."""
         self.optimizer.zero_grad()
         loss = self.model(torch.arange(VOCABULARY)).square().mean()
         loss.backward()
@@ -41,11 +41,11 @@ class ShardedPolicy:
         return loss.item()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Model and moments, live."""
-        found = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
+        """The model's and the optimizer's tensors, not copied."""
+        live = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
         for index, state in enumerate(self.optimizer.state.values()):
-            found |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-        return found
+            live |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+        return live
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.tensors()
@@ -55,7 +55,7 @@ class ShardedPolicy:
             value.copy_(state[name])
 
     def full(self) -> dict[str, torch.Tensor]:
-        """Gathered on every rank, as they are now."""
+        """Copies of the whole tensors on every rank."""
         tensors = self.tensors().items()
         return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors}
 
@@ -67,6 +67,7 @@ def test_saved_by_some_ranks_loaded_by_others(tmp_path: Path, savers: int, loade
 
 
 def saves(folder: str) -> None:
+    """Saves, loads into another policy, and trains while a checkpoint is written."""
     distributed.init_process_group(60, device="cpu")
     policy = ShardedPolicy(seed=1)
     random.seed(rank())
@@ -79,14 +80,14 @@ def saves(folder: str) -> None:
 
     other = ShardedPolicy(seed=2)
     assert checkpoint.load(path, {"policy": other})["counter"] == 7
-    assert random.random() == drawn  # each rank its own
+    assert random.random() == drawn  # every rank has a state of its own
     assert all(torch.equal(value, full[name]) for name, value in other.full().items())
     trains_while_saving(Path(folder) / "background", other)
     distributed.destroy_process_group()
 
 
 def trains_while_saving(folder: Path, policy: ShardedPolicy) -> None:
-    """What the thread and the training exchange between ranks at the same time does not mix."""
+    """The writer's thread and the training exchange at the same time, and do not mix their messages."""
     writer = CheckpointWriter(folder, CheckpointConfig(), 60)
     moment = policy.full()
     writer.save(1, {"policy": policy}, {}, {})
@@ -98,6 +99,7 @@ def trains_while_saving(folder: Path, policy: ShardedPolicy) -> None:
 
 
 def loads(folder: str) -> None:
+    """Loads on another number of ranks, and makes the next step."""
     distributed.init_process_group(60, device="cpu")
     policy = ShardedPolicy(seed=3)
     random.seed(11)
@@ -106,7 +108,7 @@ def loads(folder: str) -> None:
     assert path is not None
     extra = checkpoint.load(path, {"policy": policy})
     assert extra["step"] == 4 and extra["world_size"] != world_size()
-    assert random.getstate() == before  # states of other ranks are nobody's
+    assert random.getstate() == before  # a state of another number of ranks is not restored
     expected = torch.load(Path(folder) / "expected.pt")
     full = policy.full()
     assert full.keys() == expected.keys() and len(full) == 12
@@ -115,11 +117,12 @@ def loads(folder: str) -> None:
     distributed.destroy_process_group()
 
 
-def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_finds_damaged(tmp_path: Path) -> None:
+def test_all_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(tmp_path: Path) -> None:
     run_ranks(one_finds_damage, 2, arguments=[str(tmp_path)])
 
 
 def one_finds_damage(folder: str) -> None:
+    """Damages each file of the newest checkpoint in turn, and checks that all ranks resume from the one before."""
     distributed.init_process_group(60, device="cpu")
     sections = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"output_dir": folder, "name": "run"}}
     config, identity = TrainConfig.model_validate(sections), {"data": "rows"}
@@ -130,7 +133,7 @@ def one_finds_damage(folder: str) -> None:
         saved[step] = policy.full()
         policy.learn()
     assert find_checkpoint(config, identity) == (place / "step_3", RunState(step=3))
-    said = []
+    messages = []
     for name in sorted(path.name for path in (place / "step_3").iterdir() if path.name != "COMPLETE"):
         content = (place / "step_3" / name).read_bytes()
         dist.barrier()
@@ -139,33 +142,34 @@ def one_finds_damage(folder: str) -> None:
         dist.barrier()
         with pytest.raises(checkpoint.Damaged) as damage:
             checkpoint.verify(place / "step_3")
-        said.append(str(damage.value))
+        messages.append(str(damage.value))
         path, state = find_checkpoint(config, identity)
         assert path == place / "step_2" and state == RunState(step=2)
         dist.barrier()
         if is_main():
             (place / "step_3" / name).write_bytes(content)
         dist.barrier()
-    assert exchange(said) == [said, said] and len(said) == 6
+    assert exchange(messages) == [messages, messages] and len(messages) == 6
     assert all(
         f"step_3 is damaged: {name}.distcp is not what" in s
-        for name, s in zip(["__0_0", "__1_0"], said[1:3], strict=True)
+        for name, s in zip(["__0_0", "__1_0"], messages[1:3], strict=True)
     )
     checkpoint.load(place / "step_2", {"policy": policy})
     assert all(torch.equal(value, saved[2][name]) for name, value in policy.full().items())
 
     if not is_main():
-        (place / "step_2" / "__1_0.distcp").unlink()  # which only rank 1 reads, and both tell of
+        (place / "step_2" / "__1_0.distcp").unlink()  # only rank 1 reads it, and both ranks report it
     with pytest.raises(UserError, match=r"step_2 cannot be loaded: __1_0.distcp: No such file"):
         checkpoint.load(place / "step_2", {"policy": policy})
     distributed.destroy_process_group()
 
 
-def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_the_last_one(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_fails_the_save_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run_ranks(one_cannot_write, 2, arguments=[str(tmp_path)])
 
 
 def one_cannot_write(folder: str) -> None:
+    """Fills the disk of rank 1, and saves in the foreground and in the background."""
     distributed.init_process_group(60, device="cpu")
     policy, place = ShardedPolicy(seed=1), Path(folder)
     checkpoint.save(place, 1, {"policy": policy}, {})
@@ -178,7 +182,7 @@ def one_cannot_write(folder: str) -> None:
     with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
         checkpoint.save(place, 2, {"policy": policy}, {})
     writer = CheckpointWriter(place, CheckpointConfig(), 60)
-    writer.save(2, {"policy": policy}, {}, {})  # in the background it is told of later, on all ranks
+    writer.save(2, {"policy": policy}, {}, {})  # the writer raises later, on all ranks
     with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
         writer.wait()
     assert checkpoint.latest_complete(place) == place / "step_1"

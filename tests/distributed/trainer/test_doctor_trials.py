@@ -1,4 +1,4 @@
-"""The trials of `hotbunk doctor` on this machine: real engines, real syncs, every finding fine."""
+"""The trials of `hotbunk doctor` on this machine: real engines and syncs, and every finding is fine."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer.run import processes
 
 
 def one_trial(name: str, findings: str) -> None:
-    """A rank."""
+    """Runs a trial on one rank."""
     processes.start_guardian()
     forkserver.start()
     assert doctor_trials.main(name, "cpu", Path(findings)) == 0

@@ -1,4 +1,4 @@
-"""Whatever ends a run, nothing of it is left 20 s later. Real torchrun, stand-ins for the ranks' children."""
+"""Whatever ends a run, nothing of it is left 20 s later. torchrun is real, and the ranks' children are stand-ins."""
 
 import contextlib
 import os
@@ -19,8 +19,8 @@ from tests.support.forked import PYTHON
 
 DEADLINE = 20.0
 
-# A rank with what a real one has: an engine in a session of its own, spawned workers (one has a child and one that
-# bears no mark of the run, another ignores SIGTERM), shared memory and a socket.
+# A rank with everything a real one has: an engine in a session of its own, spawned workers (one with two children, of
+# which one has the run's mark only in its name; another ignores SIGTERM), shared memory and a socket.
 RANK = """
     import mmap, multiprocessing, os, socket, subprocess, sys, time
     from multiprocessing import shared_memory
@@ -29,8 +29,8 @@ RANK = """
 
     def worker(unmarked):
         subprocess.Popen(["sleep", "1000"])
-        told_of = ["sleep", "1000", "0." + os.environ["HOTBUNK_TEST_RUN"]]
-        subprocess.Popen(told_of, env={}, start_new_session=True)
+        command = ["sleep", "1000", "0." + os.environ["HOTBUNK_TEST_RUN"]]
+        subprocess.Popen(command, env={}, start_new_session=True)
         unmarked.touch()
         time.sleep(1000)
 
@@ -53,10 +53,10 @@ RANK = """
         spawn.Process(target=worker, args=(unmarked,)).start()
         spawn.Process(target=stubborn).start()
         memory = shared_memory.SharedMemory(create=True, size=4096)
-        workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # what vLLM's workers do on CPU
+        workers = Path("/dev/shm") / f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # vLLM's workers' on a CPU
         workers.write_text("x")
         with workers.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 1)  # which also tells other tests that it is in use
+            mapped = mmap.mmap(file.fileno(), 1)  # so that other tests see that it is in use
         socket.socket(socket.AF_UNIX).bind(str(folder / "engine.sock"))
         time.sleep(1.5)  # the guardian looks every second
         while not unmarked.exists():
@@ -102,7 +102,7 @@ RANK = """
 
 
 class Run:
-    """A launched run: its launcher, and what each of its ranks has told about itself."""
+    """A launched run: its launcher, and the processes and paths that each of its ranks has reported."""
 
     def __init__(self, folder: Path, *modes: str, ranks: int = 2, torchrun: bool = True) -> None:
         script = folder / "rank.py"
@@ -118,26 +118,26 @@ class Run:
             self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         files = [folder / str(rank) for rank in range(ranks)]
         assert wait_until(lambda: all(file.exists() for file in files), 180), self.log.read_text()
-        told = [file.read_text().split() for file in files]
-        self.pids = [int(words[0]) for words in told]
-        self.paths = [Path(path) for words in told for path in words[1:]]
+        reports = [file.read_text().split() for file in files]
+        self.pids = [int(words[0]) for words in reports]
+        self.paths = [Path(path) for words in reports for path in words[1:]]
 
     def left(self) -> list[str]:
-        """What is still there: processes with the mark in environment or arguments, and files."""
-        found = [str(path) for path in self.paths if path.exists()]
+        """Lists what is left: processes with the mark in environment or arguments, and files."""
+        remains = [str(path) for path in self.paths if path.exists()]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if self.mark in " ".join([*process.environ().values(), *process.cmdline()]):
-                    found += [f"{process.pid} {process.name()}"] * (process.status() != psutil.STATUS_ZOMBIE)
-        return found
+                    remains += [f"{process.pid} {process.name()}"] * (process.status() != psutil.STATUS_ZOMBIE)
+        return remains
 
     def guardians(self, rank: int) -> list[psutil.Process]:
-        """The inner guardian of a rank and the outer one."""
+        """The inner and the outer guardian of a rank."""
         return psutil.Process(self.pids[rank]).parents()[:2]
 
 
 def wait_until(condition, seconds: float) -> bool:
-    """Poll, as a bystander can do no better."""
+    """Polls the condition until it is true or `seconds` have passed; returns whether it is true."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -147,7 +147,7 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 def check_nothing_left(run: Run) -> str:
-    """Wait for the end within the deadline; returns the log. The launcher's exit code must say that the run failed."""
+    """Waits for the end of the run and of all that it has started, at most DEADLINE; returns the log."""
     assert len(run.paths) > 0
     assert wait_until(lambda: run.launcher.poll() is not None and not run.left(), DEADLINE), (
         run.left(), run.log.read_text()
@@ -160,8 +160,8 @@ def check_nothing_left(run: Run) -> str:
 def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
-        # The launcher and its resource tracker; of a rank itself, two guardians, two workers, three sleepers, another
-        # resource tracker, three paths.
+        # The launcher and its resource tracker; for each rank itself, two guardians, two workers, three sleepers,
+        # another resource tracker, and three paths.
         assert len(run.left()) == 2 + 2 * (9 + 3)
     run.launcher.send_signal(number)
     log = check_nothing_left(run)
@@ -178,7 +178,7 @@ def test_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: sign
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
     assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
-    assert "rank 0: interrupted by SIGTERM during phase rollout" in log  # torchrun passes it on
+    assert "rank 0: interrupted by SIGTERM during phase rollout" in log  # torchrun passes the signal on
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -191,13 +191,13 @@ def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str
     assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
 
 
-def test_nothing_of_a_reward_is_left_when_launcher_and_guardians_are_killed_at_once(tmp_path: Path) -> None:
-    """Nobody above the rank is there to end what a reward function has started, in a session of its own."""
+def test_nothing_of_a_reward_is_left_when_all_above_its_rank_are_killed(tmp_path: Path) -> None:
+    """No launcher or guardian is there to end what a reward function has started in a session of its own."""
     run = Run(tmp_path, "reward", ranks=1)
     sleepers = lambda: [line for line in run.left() if line.endswith(" sleep")]  # noqa: E731
     assert wait_until(lambda: len(sleepers()) == 1, DEADLINE), run.left()
     above = [psutil.Process(run.launcher.pid), *run.guardians(0)]
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another end
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none notices another's end
         for process in above:
             process.send_signal(number)
     processes = lambda: [line for line in run.left() if not line.startswith("/")]  # noqa: E731
@@ -217,7 +217,7 @@ def test_nothing_is_left_after_a_clean_end(tmp_path: Path) -> None:
     assert run.launcher.returncode == 0, log
 
 
-def test_a_rank_that_ignores_the_interruption_is_ended_with_its_stacks(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_the_signal_prints_its_stacks_and_is_ended(tmp_path: Path) -> None:
     run = Run(tmp_path, "stuck", ranks=1, torchrun=False)
     run.launcher.send_signal(signal.SIGTERM)
     log = check_nothing_left(run)
@@ -234,7 +234,7 @@ def test_the_exit_code_names_the_signal(tmp_path: Path, number: signal.Signals) 
     assert run.launcher.returncode == 128 + number
 
 
-def test_a_rank_whose_launcher_has_died_before_it_could_tell_ends_at_once(tmp_path: Path) -> None:
+def test_a_rank_whose_launcher_is_already_dead_ends_at_once(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     for launcher, expected in ((os.getpid(), "lives\n"), (dead.pid, "")):
@@ -255,8 +255,8 @@ processes.run(lambda: init_process_group(600, "cpu"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_rank_that_waits_for_another_to_start_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """It waits in C++, where no handler of Python's runs."""
+def test_a_rank_that_waits_for_others_to_start_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """The rank waits in C++, where no Python signal handler runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | {
@@ -269,11 +269,12 @@ def test_a_rank_that_waits_for_another_to_start_is_ended_by_a_signal(tmp_path: P
         rank.send_signal(number)
         assert rank.wait(DEADLINE) == -number
     finally:
-        rank.kill()  # and its guardians with it
+        rank.kill()  # its guardians end with it
     assert not list(tmp_path.glob("hotbunk-*"))
 
 
 def connects(port: int) -> bool:
+    """Tells whether a connection to this port can be made."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False
@@ -305,15 +306,17 @@ HELD = """
     ("case", "signals"),
     [
         ("in time", [signal.SIGTERM]),
-        ("in time", [signal.SIGINT]),  # which is held, too, where that was asked for
-        ("late", [signal.SIGTERM]),  # what was to be finished takes too long
-        ("pointless", [signal.SIGTERM]),  # a rank is dead
+        ("in time", [signal.SIGINT]),  # held, too, if `hold_signals` names it
+        ("late", [signal.SIGTERM]),  # the work takes longer than the signal is held
+        ("pointless", [signal.SIGTERM]),  # as after the death of a rank
         ("impatient", [signal.SIGTERM, signal.SIGTERM]),
         ("impatient", [signal.SIGTERM, signal.SIGINT]),
         ("at once", [signal.SIGINT]),
     ],
 )
-def test_a_held_sigterm_leaves_time_and_no_more(tmp_path: Path, case: str, signals: list[signal.Signals]) -> None:
+def test_a_held_sigterm_leaves_time_to_save_but_no_more(
+    tmp_path: Path, case: str, signals: list[signal.Signals]
+) -> None:
     script = tmp_path / "held.py"
     script.write_text(textwrap.dedent(HELD))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -327,14 +330,14 @@ def test_a_held_sigterm_leaves_time_and_no_more(tmp_path: Path, case: str, signa
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for number in signals:
         process.send_signal(number)
-        time.sleep(1.2 if len(signals) > 1 else 0)  # what comes sooner is the same request
+        time.sleep(1.2 if len(signals) > 1 else 0)  # an earlier signal would count as the same request
     output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + signals[-1]
     assert ("finished and saved" in output) == (case == "in time")
-    assert "still in phase" not in output  # the main thread left by itself
+    assert "still in phase" not in output  # the main thread has ended by itself
 
 
-def test_a_run_leaves_its_neighbour_alone(tmp_path: Path) -> None:
+def test_the_end_of_a_run_does_not_touch_another_run(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     first, second = Run(tmp_path / "a", "steady", ranks=1), Run(tmp_path / "b", "steady", ranks=1)

@@ -1,4 +1,4 @@
-"""LoRA policies on two real ranks against PEFT in one process: one launch, a test for each thing checked."""
+"""Compares LoRA policies on two real ranks, launched once, with PEFT in one process."""
 
 import json
 
@@ -10,7 +10,8 @@ from tests.support.launch import run_ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of each check on two ranks."""
     folder = tmp_path_factory.mktemp("models")
     for kind, tied in [("qwen2", True), ("llama", False)]:
         checks.make_model(kind, checks.model_folder(folder, kind, tied), tied)
@@ -19,10 +20,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("what", [*lora_checks.BACKENDS, "untied"])
-def test_two_steps_like_peft_in_one_process(found: dict[str, str], what: str) -> None:
-    assert found[f"steps {what}"] == ""
+def test_two_steps_are_those_of_peft_in_one_process(failures: dict[str, str], what: str) -> None:
+    assert failures[f"steps {what}"] == ""
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero 2"])
-def test_adapters_go_on_under_another_backend_and_open_in_peft(found: dict[str, str], backend: str) -> None:
-    assert found[f"files {backend}"] == ""
+def test_adapters_are_trained_further_by_another_backend_and_open_in_peft(
+    failures: dict[str, str], backend: str
+) -> None:
+    assert failures[f"files {backend}"] == ""

@@ -1,4 +1,4 @@
-"""A run on two machines, which are namespaces on this one. `nodes_run.py` does more to more of them."""
+"""Trains on two machines, which are namespaces on this one; `nodes_run.py` has more machines and events."""
 
 from pathlib import Path
 
@@ -12,6 +12,6 @@ def test_a_link_that_is_cut_for_5_s_changes_nothing(tmp_path: Path, capsys: pyte
     if why := missing():
         pytest.skip(f"this machine cannot simulate several: {why}")
     ended = nodes_run.main([str(tmp_path / "nodes"), "--nodes", "2", "--only", "cut"])
-    said = capsys.readouterr().out
-    assert ended == 0 and "equal, bit for bit: 4 steps on 2 nodes" in said, said
-    assert "failed in step" not in said  # nothing was started again
+    output = capsys.readouterr().out
+    assert ended == 0 and "equal, bit for bit: 4 steps on 2 nodes" in output, output
+    assert "failed in step" not in output  # no attempt has failed

@@ -1,4 +1,4 @@
-"""A model that is broken is no reason for a step without a signal: what the engine cannot tell ends the run."""
+"""A step of a broken model is not a step without signal: non-finite weights end the run."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.real_run import Run, write_recipe
 
 
 def test_weights_that_are_not_finite_end_the_run_and_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One row of a norm, which is the second rank's: every answer is empty, no reward differs, nothing is learned."""
+    """One row of a norm on the second rank is NaN: every answer is empty, and no reward differs."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)
     weights = load_file(model / "model.safetensors")
@@ -20,7 +20,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_named(tiny_model: TinyM
         tmp_path,
         model,
         run={"steps": 2},
-        engine={"plain_cpu_weights": True},  # digests compare bits, and these are equal
+        engine={"plain_cpu_weights": True},  # a check of digests passes, since the bits are equal
         policy={"offload": "all"},
         reward={"functions": [{"name": "exact_match"}]},
     )

@@ -1,4 +1,4 @@
-"""What `hotbunk plan` says of two ranks is what two ranks then hold, to the byte."""
+"""The memory that `hotbunk plan` names for two ranks is what two ranks hold, to the byte."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from tests.support.launch import run_ranks
 
 
 def measure(model: str, output: str) -> None:
-    """Build the policy and its weight source; rank 0 writes how many bytes they have."""
+    """Builds the policy and its weight source; rank 0 writes their sizes in bytes."""
     import torch
 
     from sharding.ranks import rank
@@ -30,7 +30,7 @@ def measure(model: str, output: str) -> None:
     destroy_process_group()
 
 
-def test_planned_bytes_are_held_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_ranks_hold_the_planned_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     from trainer.config.schema import TrainConfig
     from trainer.estimates.memory import staging_bytes, trainer_parts
     from trainer.estimates.model_sizes import model_sizes

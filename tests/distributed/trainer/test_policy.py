@@ -1,6 +1,6 @@
 """FsdpPolicy against plain Transformers, on one rank in this process and on two and three real ones.
 
-Each group of ranks is launched once; `policy_checks` has the checks, a test here looks at what came out of its own.
+Each group of ranks is launched once and runs `policy_checks`; a test here reads the result of one check.
 """
 
 import json
@@ -23,23 +23,24 @@ BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> dict[str, str]:
+    """The errors of each check on two ranks."""
     run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "two.json")])
     return json.loads((models / "two.json").read_text())
 
 
 @BY_KIND
-def test_loads_like_from_pretrained_on_one_rank(one_rank: None, models: Path, kind: str, tied: bool) -> None:
+def test_one_rank_loads_the_weights_of_from_pretrained(one_rank: None, models: Path, kind: str, tied: bool) -> None:
     checks.check_loading(models, kind, tied)
 
 
 @BY_KIND
-def test_loads_like_from_pretrained_on_two_ranks(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
+def test_two_ranks_load_the_weights_of_from_pretrained(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
     assert two_ranks[f"loading {kind} {tied}"] == ""
 
 
 @BY_KIND
 def test_one_rank_sends_the_checkpoint(one_rank: None, models: Path, kind: str, tied: bool) -> None:
-    """On four ranks: test_hsdp.py; from ZeRO: test_deepspeed.py; what an engine makes of it: engine/test_sync.py."""
+    """test_hsdp.py has four ranks, test_deepspeed.py has ZeRO, and engine/test_sync.py has a real engine."""
     checks.check_sent(checks.make_policy(checks.model_folder(models, kind, tied)))
 
 
@@ -57,12 +58,12 @@ def test_gradients_of_one_and_four_micro_batches(one_rank: None, models: Path, b
 
 
 @pytest.mark.parametrize("layers", ["none", "every_second", "full"])
-def test_compiled_norms_and_mlps_have_the_gradients_of_plain_ones_in_few_graphs(
+def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:
-    """Packs of several lengths, in an update, scored, and in another update, with activations kept or recomputed.
+    """Packs of several lengths are used in an update, scored, and used again, with activations kept or recomputed.
 
-    Without the code generator, which takes a minute and is PyTorch's.
+    The code generator, which is PyTorch's and takes a minute, is left out.
     """
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(
@@ -74,7 +75,7 @@ def test_compiled_norms_and_mlps_have_the_gradients_of_plain_ones_in_few_graphs(
     source = checks.model_folder(models, "qwen2", True)
     batches = checks.own_batches(checks.make_samples(), 33, packing=True)
     settings = {"activation_checkpointing": layers}
-    # Tests compile nothing else; what would silently be run as it stands is an error here.
+    # Other tests compile nothing. A layer that would silently run uncompiled raises here.
     with torch._dynamo.config.patch(disable=False, fail_on_recompile_limit_hit=True):
         policies = [checks.make_policy(source, **settings, compile=compile) for compile in (True, False)]
         for _ in range(2):
@@ -84,7 +85,7 @@ def test_compiled_norms_and_mlps_have_the_gradients_of_plain_ones_in_few_graphs(
             scores = [policy.score(batches, checks.TEMPERATURE) for policy in policies]
             for ours, plain in zip(*scores, strict=True):
                 torch.testing.assert_close(ours.logprobs, plain.logprobs, atol=1e-4, rtol=1e-4)
-    assert 0 < counted["stats"]["unique_graphs"] <= 8, "norm and MLP, with gradients and without, in few shapes"
+    assert 0 < counted["stats"]["unique_graphs"] <= 8, "few graphs: norm and MLP, with and without gradients"
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -101,7 +102,7 @@ def test_given_routes_and_balance_on_two_ranks_are_those_of_one_process(two_rank
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_given_routes_and_balance_on_one_rank(
+def test_given_routes_and_balance_on_one_rank_are_those_of_one_process(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, compile: bool
 ) -> None:
     compiled = torch.nn.Module.compile
@@ -113,7 +114,7 @@ def test_given_routes_and_balance_on_one_rank(
         checks.check_routed(models, compile=compile, activation_checkpointing="full")
 
 
-def test_adapters_on_a_mixtures_attention_take_given_routes_as_the_merged_model_does(
+def test_adapters_on_a_mixture_replay_routes_as_the_merged_model_does(
     one_rank: None, models: Path, tmp_path: Path
 ) -> None:
     source = checks.model_folder(models, "qwen3_moe", False)
@@ -142,12 +143,12 @@ def test_nan_on_one_rank_skips_on_all_and_the_third_in_a_row_raises(two_ranks: d
     assert two_ranks["nan"] == ""
 
 
-def test_one_long_seven_short_and_none(models: Path) -> None:
+def test_ranks_with_one_long_seven_short_and_no_sequences_agree(models: Path) -> None:
     run_ranks(checks.three_ranks, 3, timeout=120, arguments=[str(models), str(models / "three.json")])
     assert json.loads((models / "three.json").read_text()) == {"uneven": ""}
 
 
-def test_a_step_at_1e_6_moves_the_masters(two_ranks: dict[str, str]) -> None:
+def test_a_step_at_1e_6_moves_the_master_weights(two_ranks: dict[str, str]) -> None:
     assert two_ranks["small steps"] == ""
 
 
@@ -156,21 +157,21 @@ def test_export_opens_in_plain_transformers(two_ranks: dict[str, str], kind: str
     assert two_ranks[f"export {kind}"] == ""
 
 
-def test_a_restored_policy_goes_on_bit_for_bit(two_ranks: dict[str, str]) -> None:
+def test_a_restored_policy_resumes_bit_for_bit(two_ranks: dict[str, str]) -> None:
     assert two_ranks["state"] == ""
 
 
-def test_memory_put_away_between_updates_changes_none(two_ranks: dict[str, str]) -> None:
+def test_offloading_between_updates_changes_no_update(two_ranks: dict[str, str]) -> None:
     assert two_ranks["shifts"] == ""
 
 
-def test_a_reference_is_away_but_while_it_scores(two_ranks: dict[str, str]) -> None:
+def test_an_offloaded_reference_is_in_memory_only_while_it_scores(two_ranks: dict[str, str]) -> None:
     assert two_ranks["reference"] == ""
 
 
 @BY_KIND
 def test_an_export_may_be_in_several_files(one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool) -> None:
-    """With an index, as large models have it, and read back through the index."""
+    """The files have an index, as those of large models do, and are read back through it."""
     source = checks.model_folder(models, kind, tied)
     policy = checks.make_policy(source)
     save_pretrained(policy.model, tmp_path, torch.float32, source, shard_bytes=20_000)
@@ -187,7 +188,7 @@ def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: P
 
 
 def test_checkpoint_views_of_fused_experts(models: Path) -> None:
-    """Expert by expert: gate, then up; against slices of a real tensor."""
+    """Views are expert by expert, gate before up, and equal slices of a real tensor."""
     source = checks.model_folder(models, "qwen3_moe", False)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     stored = load_file(source / "model.safetensors")
@@ -200,11 +201,11 @@ def test_checkpoint_views_of_fused_experts(models: Path) -> None:
         piece = plain.flatten()[view.offset : view.offset + stored[view.name].numel()].view(view.shape)
         assert torch.equal(piece, stored[view.name])
     assert checkpoint_views(model, "model.norm.weight", (32,)) == [("model.norm.weight", 0, (32,))]
-    model._weight_conversions = None  # Transformers then looks for them itself
+    model._weight_conversions = None  # Transformers then finds the conversions itself
     assert checkpoint_views(model, name, (5, 48, 32)) == views
 
 
-def test_checkpoint_views_refuse_what_is_no_contiguous_part(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_views_refuse_parts_that_are_not_contiguous(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checks.model_folder(models)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     for conversion, message in [
@@ -219,7 +220,7 @@ def test_checkpoint_views_refuse_what_is_no_contiguous_part(models: Path, monkey
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "no file", "cut short", "no model", "softcap"])
-def test_bad_checkpoints_are_one_sentence(one_rank: None, models: Path, tmp_path: Path, fault: str) -> None:
+def test_a_bad_checkpoint_is_refused_in_one_line(one_rank: None, models: Path, tmp_path: Path, fault: str) -> None:
     source = checks.model_folder(models)
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -234,8 +235,8 @@ def test_bad_checkpoints_are_one_sentence(one_rank: None, models: Path, tmp_path
     if fault != "no file":
         save_file(tensors, tmp_path / "model.safetensors")
     if fault == "cut short":
-        whole = (tmp_path / "model.safetensors").read_bytes()
-        (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        content = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     path = "/no/such/folder" if fault == "no model" else str(tmp_path)
     culprit = {"missing": name, "shape": name, "softcap": "final_logit_softcapping", "no model": path}.get(
         fault, "safetensors"
@@ -245,7 +246,7 @@ def test_bad_checkpoints_are_one_sentence(one_rank: None, models: Path, tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_state_of_another_model_is_refused(one_rank: None, models: Path) -> None:
+def test_the_state_of_another_model_is_refused(one_rank: None, models: Path) -> None:
     state = checks.make_policy(checks.model_folder(models, "qwen3", True)).state_dict()
     with pytest.raises(ValueError, match="does not fit"):
         checks.make_policy(checks.model_folder(models)).load_state_dict(state)

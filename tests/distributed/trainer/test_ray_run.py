@@ -1,4 +1,4 @@
-"""A whole run whose engines are actors of a Ray cluster, which come and go."""
+"""A whole run whose engines are actors of a Ray cluster, and die and join during the run."""
 
 import json
 import shlex
@@ -14,13 +14,13 @@ from tests.conftest import TinyModel
 from tests.support import forked
 from tests.support.real_run import GONE_SECONDS, ROOT, Run, write_recipe
 
-pytestmark = pytest.mark.timeout(900)  # a cluster on a busy machine takes its time to start
+pytestmark = pytest.mark.timeout(900)  # a cluster starts slowly on a busy machine
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """With room for two engines, whose processes are forked."""
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
+    """A cluster with room for two engines, whose processes are forked."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise the machine's other work comes first
     starts = {"py_executable": shlex.join(forked.PYTHON), "env_vars": {forked.ENGINES: "1"}}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": starts}))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -30,12 +30,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def actors() -> list[psutil.Process]:
-    """Of the cluster's engines: what they are forked for, and end with."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and forked.__file__ in p.cmdline()]
+    """The processes of the cluster's engines: each is forked from one, and ends with it."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and forked.__file__ in p.cmdline()]
 
 
-def test_replicas_that_die_and_join_answer_every_prompt_once_as_one_engine_does(
+def test_replicas_that_die_and_join_answer_each_prompt_once_as_one_engine_does(
     cluster: Cluster, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     gates = tmp_path / "gates"
@@ -64,11 +64,11 @@ def test_replicas_that_die_and_join_answer_every_prompt_once_as_one_engine_does(
         time.sleep(0.1)
     together = Run(recipe, ranks=1, name="together", preloaded=True)
     assert together.wait() == 0, together.output()
-    answers, same = ((one.folder / "completions.jsonl").read_bytes() for one in (run, together))
-    assert answers == same
+    answers = [(one.folder / "completions.jsonl").read_bytes() for one in (run, together)]
+    assert answers[0] == answers[1]
     rows, expected = run.comparable_rows(), together.comparable_rows()
     assert len(rows) == 7
-    for row, other in zip(rows, expected, strict=True):  # not to the bit: an engine computes other batches
+    for row, other in zip(rows, expected, strict=True):  # not bit for bit: engines compute different batches
         assert row.keys() == other.keys()
         assert {key: value for key, value in row.items() if isinstance(value, float)} == pytest.approx(
             {key: value for key, value in other.items() if isinstance(value, float)}, rel=1e-3, abs=1e-5

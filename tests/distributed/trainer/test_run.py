@@ -1,4 +1,4 @@
-"""Whole runs: real torchrun ranks, real engines, real signals. The slowest tests of all, so each checks much."""
+"""Whole runs with real torchrun ranks, real engines and real signals. They are slow, so each test checks much."""
 
 import gzip
 import json
@@ -35,28 +35,31 @@ def recipe(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def side_by_side(recipe: Path) -> tuple[Run, Run]:
-    """At the same time: a run of six steps on two ranks, with three evaluations, that nothing happens to but being
-    watched; and two steps of the same with one engine for both ranks."""
+    """Two runs at the same time, which are only watched.
+
+    One makes six steps on two ranks, with three evaluations; the other makes two steps with one engine for both ranks.
+    """
     one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
-    noted = recipe.parent / "imports"
+    imports = recipe.parent / "imports"
     one = Run(recipe, *one_engine, name="one-engine", preloaded=True)  # first: it may wait for its server's imports
-    whole = Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=noted)
-    whole.watch_listening()
-    for run in (whole, one):
+    undisturbed = Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=imports)
+    undisturbed.watch_listening()
+    for run in (undisturbed, one):
         assert run.wait() == 0, run.output()
-    for run in (whole, one):
+    for run in (undisturbed, one):
         run.assert_gone()
-    return whole, one
+    return undisturbed, one
 
 
 @pytest.fixture(scope="module")
-def whole(side_by_side: tuple[Run, Run]) -> Run:
+def undisturbed(side_by_side: tuple[Run, Run]) -> Run:
+    """The undisturbed run of six steps."""
     return side_by_side[0]
 
 
 @pytest.fixture(scope="module")
 def overdue(recipe: Path) -> Run:
-    """The same again, but for an evaluation after each step, until an engine is stopped in the third or a later one."""
+    """A run with an evaluation after each step, until an engine is stopped in the third step or later."""
     often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
     run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=20", name="overdue", preloaded=True)
     try:
@@ -69,60 +72,60 @@ def overdue(recipe: Path) -> Run:
     return run
 
 
-def test_a_run_leaves_the_record_it_promises(whole: Run) -> None:
-    rows = whole.rows()
+def test_a_run_writes_the_record_it_promises(undisturbed: Run) -> None:
+    rows = undisturbed.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert max(row["gap/max"] for row in rows[1:]) <= 1e-4
-    summary = json.loads((whole.folder / "summary.json").read_text())
+    summary = json.loads((undisturbed.folder / "summary.json").read_text())
     assert summary["steps"] == 6
-    assert summary["syncs_verified"] == 9  # six steps, three evaluations
+    assert summary["syncs_verified"] == 9  # six steps and three evaluations
     assert summary["max_logprob_gap"] == max(row["gap/max"] for row in rows[1:])
     assert summary["eval_reward_before"] == rows[0]["eval/reward"]
     assert summary["eval_reward_after"] == rows[6]["eval/reward"]
     assert all(row["throughput/update_tokens_per_s_per_device"] > 0 for row in rows[1:])
-    assert not any("throughput/mfu" in row for row in rows)  # the peak of this CPU is not known
-    trace = gzip.decompress((whole.folder / "profile" / "steps_2_3.json.gz").read_bytes())
+    assert not any("throughput/mfu" in row for row in rows)  # the CPU's peak is unknown
+    trace = gzip.decompress((undisturbed.folder / "profile" / "steps_2_3.json.gz").read_bytes())
     recorded = {event["name"] for event in json.loads(trace)["traceEvents"]}
     assert recorded >= {"step 2", "step 3", "rollout", "update"} and not recorded & {"step 1", "step 4"}
     for name in ("config.yaml", "completions.jsonl", "curves.png", "model/model.safetensors", "model/tokenizer.json"):
-        assert (whole.folder / name).stat().st_size > 0
+        assert (undisturbed.folder / name).stat().st_size > 0
 
 
-def test_a_run_to_which_nothing_happens_says_nothing_but_its_own_lines(side_by_side: tuple[Run, Run]) -> None:
-    """The one without a profiler, which says when it starts and stops. Its reward leaves processes, which is told."""
-    own = re.compile(r"· |[╭│╰]|\s*\d/2 |\s*step +reward|\[hotbunk\] rank \d is gone; ended what it left behind: ")
+def test_an_undisturbed_run_prints_only_hotbunks_own_lines(side_by_side: tuple[Run, Run]) -> None:
+    """The run has no profiler, which would print. It reports that its reward function leaves processes."""
+    expected = re.compile(r"· |[╭│╰]|\s*\d/2 |\s*step +reward|\[hotbunk\] rank \d is gone; ended what it left behind: ")
     above, strange = "", []
     for line in side_by_side[1].output().splitlines():
-        goes_on = above.startswith("· ") and len(above) > WIDTH - 40  # a line that was broken at a word
-        if line and not own.match(line) and not goes_on:
+        goes_on = above.startswith("· ") and len(above) > WIDTH - 40  # a line that was wrapped
+        if line and not expected.match(line) and not goes_on:
             strange.append(line)
         above = line
     assert strange == []
-    assert "forkse" not in side_by_side[1].output()  # it ends with the engines
+    assert "forkse" not in side_by_side[1].output()  # the forkserver ends with the engines
 
 
 @pytest.mark.skipif(
     not beside_cpu_build(), reason="torchvision, which Transformers imports, is hidden beside a CPU build"
 )
-def test_no_process_of_a_run_with_text_alone_imports_anything_to_see_images(recipe: Path, whole: Run) -> None:
-    assert whole.rows() and not (recipe.parent / "imports").exists()
+def test_a_run_with_text_alone_imports_nothing_for_images(recipe: Path, undisturbed: Run) -> None:
+    assert undisturbed.rows() and not (recipe.parent / "imports").exists()
 
 
-def test_a_run_listens_on_loopback_alone(whole: Run) -> None:
-    assert list(whole.listened) == ["start-up", "steps", "with a checkpoint"]
-    for moment, addresses in whole.listened.items():
+def test_a_run_listens_on_loopback_alone(undisturbed: Run) -> None:
+    assert list(undisturbed.listened) == ["start-up", "steps", "with a checkpoint"]
+    for moment, addresses in undisturbed.listened.items():
         assert set().union(*addresses.values()) <= {"127.0.0.1", "::1"}, moment
-        assert len(addresses) == 5, moment  # the launcher, the ranks, their engines
-    assert "is open to the network" not in whole.output()
+        assert len(addresses) == 5, moment  # the launcher, two ranks, two engines
+    assert "is open to the network" not in undisturbed.output()
 
 
-def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
-    recipe: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
+def test_a_run_asked_to_end_resumes_and_equals_the_undisturbed_one(
+    recipe: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked to end hangs in a rollout, with the policy's memory given back: the step is given up.
+    """The run is asked to end while a rollout hangs and the policy is offloaded: it gives up the step, and saves.
 
-    What it saved is damaged afterwards, so that the next start goes on from the checkpoint before. A rank of that one
-    is killed, and the run goes on by itself.
+    Its checkpoint is damaged afterwards, so that the next start resumes from the one before. A rank of that start is
+    killed, and the supervisor restarts the run.
     """
     monkeypatch.setenv("RESTARTS", "2")
     hanging = f"{ROOT}/tests/support/hanging_rollout.py:hangs_in_step_4"
@@ -139,14 +142,14 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0
-    assert "asked to end: saved at step 3" in asked.output()  # none of the steps that were done is done again
+    assert "asked to end: saved at step 3" in asked.output()  # no finished step is repeated
     assert checkpoint.latest_complete(asked.folder / "checkpoints") == asked.folder / "checkpoints" / "step_3"
     shards = asked.folder / "checkpoints" / "step_3" / "__1_0.distcp"
     content = bytearray(shards.read_bytes())
     content[len(content) // 2] ^= 1
     shards.write_bytes(content)
     resumed = Run(recipe, name="broken", preloaded=True)
-    resumed.wait_for(lambda: "starting 2 engine(s)" in resumed.output(), "start of the engines")  # it takes seconds
+    resumed.wait_for(lambda: "starting 2 engine(s)" in resumed.output(), "start of the engines")  # this takes seconds
     resumed.ranks()[1].send_signal(signal.SIGKILL)
     assert resumed.wait() == 0, resumed.output()
     resumed.assert_gone()
@@ -154,7 +157,7 @@ def test_a_run_asked_to_end_goes_on_and_equals_one_that_was_not(
     assert "exit code 137: starting again in 2 s, 1 restart left after that" in resumed.output()
     assert "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); left out" in resumed.output()
     assert "step_2, the newest sound checkpoint" in resumed.output()
-    assert unequal(whole, resumed) == []
+    assert unequal(undisturbed, resumed) == []
 
 
 PLAIN_VLLM = """
@@ -168,10 +171,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    """In bfloat16, where masters and weights are two; on one rank, as it must be."""
+def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The dtype is bfloat16, in which master weights and weights differ; zero copy takes one rank."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
@@ -195,10 +196,10 @@ def test_a_run_in_shared_memory_learns_and_is_continued_by_one_that_copies(
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 4, "sync": "merged"}])
-def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
+def test_a_run_by_pull_equals_a_staged_one_bit_for_bit(
     tiny_model: TinyModel, tmp_path: Path, lora: dict[str, object]
 ) -> None:
-    """In bfloat16, so that weights are cast on the way; with an evaluation and a checkpoint; also with adapters."""
+    """Weights are cast to bfloat16 on the way; the runs have an evaluation, a checkpoint and, in one case, adapters."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
@@ -223,10 +224,10 @@ def test_a_run_whose_engines_read_the_ranks_shards_is_the_run_that_stages_them(
     assert exports[0] == exports[1]
 
 
-def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(whole: Run) -> None:
+def test_plain_transformers_and_plain_vllm_answer_alike_with_the_export(undisturbed: Run) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = whole.folder / "model"
+    folder = undisturbed.folder / "model"
     prompts = [[14, 50, 77], [20, 21, 22, 23], [99, 98, 97, 120, 121]]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
@@ -244,48 +245,48 @@ def test_the_exported_model_answers_alike_in_plain_transformers_and_plain_vllm(w
     assert json.loads(answers[0].removeprefix("ANSWERS ")) == expected
 
 
-def test_two_runs_side_by_side_both_finish(side_by_side: tuple[Run, Run]) -> None:
+def test_two_runs_at_the_same_time_both_finish(side_by_side: tuple[Run, Run]) -> None:
     assert [json.loads((run.folder / "summary.json").read_text())["steps"] for run in side_by_side] == [6, 2]
 
 
-def test_two_tensor_parallel_ranks_sample_what_one_engine_would(side_by_side: tuple[Run, Run]) -> None:
-    """One scheduler serves the group, so ranks cannot drift apart; nor do answers depend on how a model is cut."""
-    whole, run = side_by_side
+def test_a_tensor_parallel_engine_samples_what_single_engines_sample(side_by_side: tuple[Run, Run]) -> None:
+    """One scheduler serves the group, so ranks cannot diverge, and answers do not depend on how a model is sharded."""
+    undisturbed, run = side_by_side
     assert [row["sync/verified"] for row in run.rows()] == [1, 2]
     assert max(row["gap/max"] for row in run.rows()) <= 1e-4
-    assert answers(run) == answers(whole)
+    assert answers(run) == answers(undisturbed)
 
 
 def answers(run: Run) -> list[str]:
-    """What was sampled in the first step."""
+    """The answers of the first step."""
     rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
     return [row["text"] for row in rows if row["train/step"] == 1]
 
 
-def test_evaluation_changes_nothing(overdue: Run, whole: Run) -> None:
+def test_evaluation_changes_nothing_in_training(overdue: Run, undisturbed: Run) -> None:
     rows = overdue.comparable_rows()[:3]
     assert [row["eval/pass@1"] <= row["eval/pass@3"] for row in rows] == [True] * 3
-    found = differences(whole.comparable_rows()[1:3], rows[1:])
-    assert [line for line in found if " eval/" not in line and " sync/verified:" not in line] == []
+    lines = differences(undisturbed.comparable_rows()[1:3], rows[1:])
+    assert [line for line in lines if " eval/" not in line and " sync/verified:" not in line] == []
 
 
-def test_a_run_disturbed_at_random_leaves_nothing_and_equals_one_that_was_not(recipe: Path, whole: Run) -> None:
+def test_a_run_disturbed_at_random_equals_the_undisturbed_one_bit_for_bit(recipe: Path, undisturbed: Run) -> None:
     """A reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
 
-    Bit for bit, with the engine's packed weights: unpacked ones go through MKL, whose last bit depends on how many
-    requests happen to be decoded together. tests/support/killed_run.py does more of it.
+    The engine's weights are packed: with plain ones MKL's last bit depends on how many requests happen to be decoded
+    together. tests/support/killed_run.py does more of this.
     """
     broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True)
     assert broken.failures == []
-    assert unequal(whole, broken.run) == []
+    assert unequal(undisturbed, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
     assert sum("has ended: starting again, 2 of engine.restarts left in this hour" in output for output in outputs) == 1
 
 
-def test_a_run_comes_to_its_end_by_itself_when_an_engine_and_the_launcher_are_killed(recipe: Path, whole: Run) -> None:
-    """Under a supervisor. tests/support/killed_run.py --alone kills forty times."""
+def test_a_supervised_run_survives_the_death_of_an_engine_and_of_the_launcher(recipe: Path, undisturbed: Run) -> None:
+    """`tests/support/killed_run.py --alone` kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
-    assert survived(recipe, kills, whole, ranks=2, name="alone", preloaded=True) == []
+    assert survived(recipe, kills, undisturbed, ranks=2, name="alone", preloaded=True) == []
 
 
 def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) -> None:
@@ -293,4 +294,4 @@ def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) ->
     assert "exceeded a deadline" in overdue.output()
     for rank in (0, 1):
         assert f"rank {rank}: phase " in overdue.output()
-    assert "generation/engine/thread.py" in overdue.output()  # where the main thread of a rank was waiting
+    assert "generation/engine/thread.py" in overdue.output()  # the main thread of a rank was waiting there

@@ -1,4 +1,4 @@
-"""One run, one process tree: real processes that want the same run's folder. And what dead runs leave is swept."""
+"""A run folder has one process tree: real processes compete for it, and what dead runs leave is swept."""
 
 import errno
 import fcntl
@@ -21,8 +21,8 @@ from trainer.errors import UserError
 from trainer.run import guardian
 from trainer.run.lock import RunLock
 
-# A rank that takes the lock or is refused, with a child in a session of its own that does not heed SIGTERM. Of two
-# ranks, the second is told to share when the first has done so.
+# A rank that takes the lock or is refused, with a child in a session of its own that ignores SIGTERM. Of two ranks, the
+# second shares the lock when the first has taken it.
 RANK = """
     import os, subprocess, sys, time
     from pathlib import Path
@@ -50,7 +50,7 @@ RANK = """
 
 
 class Rank:
-    """A process of the script above; `pid` is the rank's own, below its guardians."""
+    """A process that runs the script above; the rank itself is below its guardians."""
 
     def __init__(self, folder: Path, scratch: Path, name: str = "0", patience: float = 30, ranks: int = 1) -> None:
         script = folder / "rank.py"
@@ -66,7 +66,7 @@ class Rank:
         return self.process.stdout.readline()
 
     def takes_it(self) -> int:
-        """Once it has, for which it may have to wait; its process."""
+        """Waits until the rank has taken the lock; returns the process id of the rank itself."""
         if "; waiting up to" in (line := self.line()):
             line = self.line()
         assert line.startswith("has it, "), line
@@ -78,14 +78,14 @@ StartRank = Callable[..., Rank]
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """For temporary files: a short path, as sockets need."""
+    """A folder for temporary files, with the short path that sockets need."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, scratch: Path) -> Iterator[StartRank]:
-    """Starts ranks, and kills what is left of them at the end."""
+    """A function that starts ranks; at the end, those still running are killed."""
     started: list[Rank] = []
 
     def start(*arguments) -> Rank:
@@ -95,10 +95,10 @@ def ranks(tmp_path: Path, scratch: Path) -> Iterator[StartRank]:
     yield start
     for rank in started:
         rank.process.kill()
-        rank.process.communicate(timeout=120)  # the pipe's end is that of all guardians
+        rank.process.communicate(timeout=120)  # the pipe closes when the last guardian has ended
 
 
-def test_a_second_start_is_refused_in_a_sentence_that_names_the_first(ranks: StartRank, tmp_path: Path) -> None:
+def test_a_second_start_is_refused_with_the_process_of_the_first(ranks: StartRank, tmp_path: Path) -> None:
     first = ranks()
     first.takes_it()
     second = ranks("0", 1.0)
@@ -118,7 +118,7 @@ def test_the_lock_is_free_only_when_nothing_is_left_of_the_run(ranks: StartRank,
     family = psutil.Process(first.process.pid).children(recursive=True)
     second = ranks()
     assert "waiting up to 30 s" in second.line()
-    os.kill(pid, signal.SIGKILL)  # its child is given two seconds, and does not use them
+    os.kill(pid, signal.SIGKILL)  # its child has two seconds to end, and stays
     second.takes_it()
     assert psutil.wait_procs(family, timeout=0)[1] == []  # the launcher may not have asked for the outer's end
 
@@ -126,7 +126,7 @@ def test_the_lock_is_free_only_when_nothing_is_left_of_the_run(ranks: StartRank,
 @pytest.mark.parametrize("last", [0, 1])
 def test_two_ranks_share_the_lock_until_both_are_gone(ranks: StartRank, tmp_path: Path, last: int) -> None:
     both = []
-    for name in ("0", "1"):  # in this order, as the second comes to it only when the first has it
+    for name in ("0", "1"):  # in this order: the second shares the lock once the first has it
         both.append(ranks(name, 30, 2))
         both[-1].takes_it()
     both[1 - last].process.kill()
@@ -138,17 +138,17 @@ def test_two_ranks_share_the_lock_until_both_are_gone(ranks: StartRank, tmp_path
     ranks().takes_it()
 
 
-def test_a_rank_does_not_share_what_another_run_has_taken(tmp_path: Path) -> None:
+def test_a_rank_does_not_share_a_lock_that_another_run_has_taken(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     first.take(0)
-    fcntl.flock(first.descriptor, fcntl.LOCK_UN)  # what may happen while it is changed
+    fcntl.flock(first.descriptor, fcntl.LOCK_UN)  # as may happen while the lock is changed to a shared one
     second.take(0)
     with pytest.raises(UserError, match="has been taken by process"):
         first.share(0, 2)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_a_line_says_so_and_the_run_goes_on(
+def test_a_file_system_without_locks_is_reported_in_a_line_and_accepted(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def flock(descriptor: int, kind: int) -> None:
@@ -156,12 +156,12 @@ def test_without_locks_a_line_says_so_and_the_run_goes_on(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     RunLock(tmp_path).take(0)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "file system without locks" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "file system without locks" in errors
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_the_command_waits_for_the_lock_as_long_as_a_run_may_take_to_save(
+def test_a_command_waits_for_the_lock_as_long_as_a_run_may_take_to_save(
     tmp_path: Path, tiny_qwen2: Path, command: str
 ) -> None:
     recipe = write_recipe(tmp_path, tiny_qwen2, run={"name": "mine"}, checkpoint={"grace_s": 17})
@@ -180,7 +180,7 @@ def test_the_command_waits_for_the_lock_as_long_as_a_run_may_take_to_save(
     assert line == f"[hotbunk] {folder} is in use by {owner}; waiting up to 77 s for that to end\n"
 
 
-def test_what_dead_runs_have_left_is_swept_and_nothing_else(ranks: StartRank, scratch: Path) -> None:
+def test_files_of_dead_runs_are_swept_and_no_others(ranks: StartRank, scratch: Path) -> None:
     living = ranks("0")
     living.takes_it()
     (kept,) = scratch.glob("hotbunk-0-*")
@@ -209,13 +209,13 @@ def test_what_dead_runs_have_left_is_swept_and_nothing_else(ranks: StartRank, sc
     assert (foreign / "file").exists() == (os.getuid() == 0)
 
 
-def test_a_start_sweeps_what_is_left_of_a_run_killed_with_its_guardians(ranks: StartRank, scratch: Path) -> None:
+def test_a_start_sweeps_the_files_of_a_run_killed_with_its_guardians(ranks: StartRank, scratch: Path) -> None:
     first = ranks()
     pid = first.takes_it()
     (folder,) = scratch.glob("hotbunk-0-*")
     family = [*psutil.Process(first.process.pid).children(recursive=True), psutil.Process(first.process.pid)]
     for member in family:
-        member.suspend()  # or some would clean up after the others
+        member.suspend()  # otherwise some would clean up after others
     for member in family:
         member.kill()
     psutil.wait_procs(family, timeout=120)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning end to end on two ranks: the loss falls, ranks do not change it, the result opens anywhere."""
+"""Supervised fine-tuning on one and two ranks: both train alike, the loss falls, and the result opens anywhere."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ STEPS = 60
 
 
 def train(folder: str, name: str, resume: str = "none") -> None:
-    """What each rank runs."""
+    """Runs `hotbunk sft` on one rank."""
     root = Path(folder)
     values = {
         "run": {"name": name, "output_dir": root / "runs", "device": "cpu"},
@@ -46,16 +46,17 @@ def losses(folder: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains on one and on two ranks; the folder has both runs."""
     folder = tmp_path_factory.mktemp("sft")
     make_tiny_model(folder / "start", hidden_size=32, intermediate_size=64, layers=2)
     write_arithmetic(folder / "data", sft_size=512)
     for ranks in (1, 2):
-        said = run_ranks(train, ranks, timeout=120, arguments=[str(folder), f"on_{ranks}"])
-        assert f"the model is in {folder}/runs/on_{ranks}/model" in said
+        output = run_ranks(train, ranks, timeout=120, arguments=[str(folder), f"on_{ranks}"])
+        assert f"the model is in {folder}/runs/on_{ranks}/model" in output
     return folder
 
 
-def test_two_ranks_train_like_one(trained: Path) -> None:
+def test_two_ranks_train_like_one_and_the_loss_falls(trained: Path) -> None:
     one, two = losses(trained, "on_1"), losses(trained, "on_2")
     assert len(one) == STEPS
     assert two[:20] == pytest.approx(one[:20], abs=1e-3)
@@ -74,20 +75,20 @@ def test_the_result_opens_in_plain_transformers(trained: Path) -> None:
 
 
 def test_a_resumed_warm_start_ends_with_the_weights_of_an_undisturbed_one(trained: Path) -> None:
-    """From the checkpoint of its thirtieth step, in a folder of its own, on one rank."""
+    """It resumes from the checkpoint of step 30, in another folder, on one rank."""
     start = trained / "runs" / "on_1" / "checkpoints" / "step_30"
-    said = run_ranks(train, 1, timeout=120, arguments=[str(trained), "resumed", str(start)])
-    assert f"resuming from {start}, after step 30" in said
+    output = run_ranks(train, 1, timeout=120, arguments=[str(trained), "resumed", str(start)])
+    assert f"resuming from {start}, after step 30" in output
     assert losses(trained, "resumed") == losses(trained, "on_1")[30:]
     weights = [(trained / "runs" / name / "model" / "model.safetensors").read_bytes() for name in ("on_1", "resumed")]
     assert weights[0] == weights[1]
 
 
-def test_a_warm_start_is_a_run(trained: Path) -> None:
-    """Its folder is what the other commands take; the held-out loss is the one that plain Transformers computes."""
+def test_other_commands_accept_the_folder_of_a_warm_start(trained: Path) -> None:
+    """The held-out loss is the one that plain Transformers computes."""
     folder = trained / "runs" / "on_2"
     assert model_folder(str(folder)) == folder / "model"
-    last, middle = (export(folder / "checkpoints" / f"step_{n}", folder) for n in (STEPS, 30))  # saved by two ranks
+    last, middle = (export(folder / "checkpoints" / f"step_{n}", folder) for n in (STEPS, 30))  # two ranks saved them
     result = (folder / "model" / "model.safetensors").read_bytes()
     assert (last / "model.safetensors").read_bytes() == result != (middle / "model.safetensors").read_bytes()
     record = read_record(folder)
@@ -95,7 +96,7 @@ def test_a_warm_start_is_a_run(trained: Path) -> None:
     assert "eval/loss" in [line[0] for line in figures(record.rows)]
     row = record.rows[-1]
     tokens = row["throughput/update_tokens_per_s_per_device"] * 2 * row["time/update"]
-    assert tokens == pytest.approx(round(tokens), abs=1e-3) and 30 * 8 < tokens < 30 * 40  # those of a batch of 30
+    assert tokens == pytest.approx(round(tokens), abs=1e-3) and 30 * 8 < tokens < 30 * 40  # the tokens of 30 rows
     assert row["memory/trainer_gib_update"] > 0 and row["time/eval"] > 0 and "memory/engine_gib_awake" not in row
     summary = json.loads((folder / "summary.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -115,7 +116,7 @@ def test_a_warm_start_is_a_run(trained: Path) -> None:
     assert before["train/step"] == 0 and before["eval/loss"] > summary["eval_loss_after"]
 
 
-def test_a_warm_start_and_reinforcement_do_not_resume_from_each_other(trained: Path) -> None:
+def test_train_does_not_resume_from_a_checkpoint_of_sft(trained: Path) -> None:
     path = trained / "runs" / "on_1" / "checkpoints" / "step_60"
     extra = read_extra(path)
     with pytest.raises(UserError, match="saved by hotbunk sft, and hotbunk train cannot resume from it"):

@@ -1,4 +1,4 @@
-"""What `hotbunk plan` says of many ranks against what one of them does, on tensors without data and alone."""
+"""Compares `hotbunk plan` for many ranks with what one of them does, alone, on tensors without data."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from tests.conftest import ROOT
 from tests.support.forked import PYTHON
 
 CASES = ["7b,8,4", "7b,1,2", "1.5b,512,3", "7b,64,3,none,8192", "32b,512,2,every_second", "7b,8,3,none,32768,4"]
-"""The models' widths with few layers: whatever grows with them is tracked layer by layer. The script has whole ones."""
+"""Models of full width with few layers, since memory grows by equal layers; the script has models of full depth."""
 
 
-def test_planned_memory_is_tracked_memory_and_planned_collectives_are_called_ones() -> None:
+def test_the_plans_memory_and_collectives_are_those_of_an_update() -> None:
     command = [*PYTHON, str(ROOT / "tests/support/simulated_ranks.py"), "traffic", "512", *CASES]
     done = subprocess.run(
         command,
@@ -23,7 +23,7 @@ def test_planned_memory_is_tracked_memory_and_planned_collectives_are_called_one
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [row["spec"] for row in found] == CASES
-    far = [row for row in found if abs(row["planned"] / row["tracked"] - 1) > 0.1]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert [row["spec"] for row in rows] == CASES
+    far = [row for row in rows if abs(row["planned"] / row["tracked"] - 1) > 0.1]
     assert not far, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Models that see, on two real ranks of which one has no image: one launch, a test for each thing checked."""
+"""Multimodal models on two real ranks, launched once, of which one has no image."""
 
 import json
 
@@ -10,7 +10,8 @@ from tests.support.launch import run_ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of each check on two ranks."""
     folder = tmp_path_factory.mktemp("seeing")
     for kind in vision_checks.KINDS:
         vision_checks.add_head(make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32))
@@ -20,8 +21,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("kind", "case"), vision_checks.RUNS)
-def test_gradients_like_one_process_where_a_rank_has_no_image(found: dict[str, str], kind: str, case: str) -> None:
+def test_gradients_are_those_of_one_process_if_a_rank_has_no_image(
+    failures: dict[str, str], kind: str, case: str
+) -> None:
     """Without the blank image, rank 1 would not enter the encoder's collectives, and rank 0 would wait for it
-    (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). Shared: both have all rows, and a part of their tokens.
+    (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). In shared cases both ranks have all rows, and a part of
+    the tokens.
     """
-    assert found[f"{kind} {case}"] == ""
+    assert failures[f"{kind} {case}"] == ""

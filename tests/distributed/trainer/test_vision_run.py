@@ -1,6 +1,6 @@
-"""Whole runs of a model that sees: in slices and with pass@k, killed in the middle beside one that was not; a client's.
+"""Whole runs of a multimodal model: one is killed in the middle, and one has an OpenAI client.
 
-tests/support/killed_run.py --images does more of the first.
+`tests/support/killed_run.py --images` kills more often.
 """
 
 import json
@@ -20,8 +20,8 @@ SEEING: dict[str, Any] = {"preloaded": True, "images": True}
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_with_images_that_is_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    """Bit for bit: rows of 0, 1 and 2 images, answers that are carried from step to step, evaluation with k of two."""
+def test_a_killed_run_with_images_equals_the_undisturbed_one_bit_for_bit(tmp_path: Path) -> None:
+    """Rows have 0, 1 or 2 images, answers are carried from step to step, and evaluation has pass@2."""
     model, sections = seeing_sections(tmp_path)
     sections["eval"] |= {"every": 2, "samples": 2, "temperature": 1.0, "k": [1, 2]}
     recipe = write_recipe(
@@ -45,12 +45,13 @@ def test_a_run_with_images_that_is_killed_ends_as_one_that_was_not(tmp_path: Pat
 
 
 def warm_start(recipe: str) -> None:
+    """Runs `hotbunk sft` on one rank."""
     sft.main(load_config(Path(recipe), ["run.name=warm"]))
 
 
 @pytest.mark.timeout(600)
-def test_a_client_that_shows_more_goes_on_from_a_warm_start_with_images(tmp_path: Path) -> None:
-    """The example of scripts/, in two steps at level 6 from the model of `hotbunk sft` on the same rows."""
+def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) -> None:
+    """The example of scripts/ makes two steps at level 6, from the model of `hotbunk sft` on the same rows."""
     model, sections = seeing_sections(tmp_path)
     rows = [{"prompt": "Name it: ", "image": f"{28 * n}.png", "answer": str(n)} for n in (1, 2, 3)] * 4
     data = tmp_path / "named.jsonl"
@@ -66,12 +67,12 @@ def test_a_client_that_shows_more_goes_on_from_a_warm_start_with_images(tmp_path
         rollout={"client": f"{ROOT}/scripts/examples/second_glance.py:agent", "max_error_rate": 0.0},
         reward={"functions": []},
     )
-    said = run_ranks(warm_start, 1, timeout=120, arguments=[str(recipe)], images=True)
+    output = run_ranks(warm_start, 1, timeout=120, arguments=[str(recipe)], images=True)
     warm = tmp_path / "runs/warm/model"
-    assert "the model is in" in said and (warm / "model.safetensors").is_file()
+    assert "the model is in" in output and (warm / "model.safetensors").is_file()
     run = Run(recipe, "--model.path", str(warm), ranks=1, name="shown", **SEEING)
     assert run.wait() == 0, run.output()
     run.assert_gone()
     assert [row["gap/max"] <= 1e-4 for row in run.rows()] == [True, True]
-    shown = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
-    assert len(shown) > 4 and {len(answer["images"]) for answer in shown} == {2}
+    completions = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    assert len(completions) > 4 and {len(answer["images"]) for answer in completions} == {2}

@@ -1,7 +1,7 @@
-"""No micro-batch has the host wait for the device: between ranks of which all but one are made up, on the CPU.
+"""No micro-batch makes the host wait for the device, on the one real rank of eight, on the CPU.
 
-Forward, loss and backward, with the hooks of FSDP2 and ZeRO, and their checkpointing; what waits at the end of an
-update is listed. tests/cuda_lock/test_fake_devices.py does the same for operations that differ on CUDA.
+This covers forward, loss and backward, with the hooks of FSDP2 and ZeRO, and activation checkpointing; the waits at the
+end of an update are listed. tests/cuda_lock/test_fake_devices.py covers operations that differ on CUDA.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from trainer.policy.lora import NO_ADAPTERS
 RANKS = 8
 CPU = torch.device("cpu")
 AT_ITS_END = {"trainer/policy/optimizer.py:over_ranks", "trainer/policy/deepspeed.py:_step"}
-"""Once an update: loss and norm decide, on the host, whether the step is made."""
+"""Waits once an update: the host reads loss and norm to decide whether to make the step."""
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +48,21 @@ def test_no_micro_batch_waits_for_the_device(folder: Path, kind: str) -> None:
 
 
 def look_for_waits(kind: str, folder: str) -> None:
-    """On the one rank that exists: an update of four micro-batches waits no more often than one of one."""
+    """An update of four micro-batches waits no more often than one of a single micro-batch."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     ranks._swap = same_message
-    learns = made(kind, ModelConfig(path=folder))
+    model = build(kind, ModelConfig(path=folder))
     for _ in range(2):
-        update_waits(kind, learns, 2)  # ZeRO-3 learns in which order weights are wanted
-    one, four = update_waits(kind, learns, 1), update_waits(kind, learns, 4)
+        update_waits(kind, model, 2)  # ZeRO-3 learns the order in which weights are needed
+    one, four = update_waits(kind, model, 1), update_waits(kind, model, 4)
     print(kind, one, four)
     assert one == four, four - one
     assert set(one) <= AT_ITS_END
     dist.destroy_process_group()
 
 
-def made(kind: str, model: ModelConfig) -> Any:
+def build(kind: str, model: ModelConfig) -> Any:
+    """Makes the policy or critic of this kind."""
     settings = PolicyConfig(dtype="bfloat16", activation_checkpointing="every_second", max_skipped_steps=1000)
     if kind == "critic":
         return Critic(model, settings, CPU)
@@ -73,8 +74,8 @@ def made(kind: str, model: ModelConfig) -> Any:
     return FsdpPolicy(model, settings, CPU, value_head=kind == "value head", lora=lora)
 
 
-def update_waits(kind: str, learns: Any, count: int) -> Counter[str]:
-    """What an update of so many micro-batches waits for."""
+def update_waits(kind: str, model: Any, count: int) -> Counter[str]:
+    """Counts the waits of an update of `count` micro-batches, by function."""
     batches = micro_batches(checks.make_samples(), 120, 0, CPU, count=4, packing=True)[:count]
     for batch in batches:
         for name in ("old_logprobs", "ref_logprobs", "old_values", "returns"):
@@ -83,7 +84,7 @@ def update_waits(kind: str, learns: Any, count: int) -> Counter[str]:
     config = AlgorithmConfig(preset="grpo", kl_coef=0.1, kl_in="loss", tis_cap=2.0)
     with Waits() as waits:
         if kind == "critic":
-            learns.update(batches, CriticLoss(config, minibatch))
+            model.update(batches, CriticLoss(config, minibatch))
         else:
-            learns.update(batches, PolicyLoss(config, minibatch, 32), 0.7)
+            model.update(batches, PolicyLoss(config, minibatch, 32), 0.7)
     return waits.found
