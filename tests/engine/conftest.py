@@ -1,4 +1,4 @@
-"""Engines of these tests are forked, as those of ranks are."""
+"""Forks the engines of these tests, as those of ranks are."""
 
 import sys
 
@@ -11,7 +11,7 @@ from sharding import WORKER_EXTENSION
 @pytest.fixture(scope="session", autouse=True)
 def _forked_engines() -> None:
     extension = WORKER_EXTENSION.rpartition(".")[0]
-    imported = sys.modules.pop(extension, None)  # an engine's goes by the environment that it is imported in
+    imported = sys.modules.pop(extension, None)  # an engine imports it again, in its own environment
     fork_engines()
     if imported is not None:
         sys.modules[extension] = imported

@@ -1,4 +1,4 @@
-"""The benchmarks of the weight path run in one command, measure what they say, and end in a table."""
+"""The benchmarks of the weight path run with one command, measure what they name, and end in a table."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support.launch import run_script
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The figures and the output of a benchmark of the smallest model."""
+    """Runs a benchmark of the smallest model; returns its figures and its output."""
     file = folder / "figures.json"
     printed = run_script(ROOT / "scripts" / "bench" / script, [*arguments, "--json", str(file)], folder, timeout=800)
     return json.loads(file.read_text()), printed
@@ -49,7 +49,7 @@ def test_experts_are_compared_with_a_loop_under_even_and_uneven_routes(tmp_path:
 
 
 def test_lockstep_does_the_same_work_either_way(tmp_path: Path) -> None:
-    """That both have sampled as many tokens is the script's own check."""
+    """The script itself checks that both variants have sampled equally many tokens."""
     small = ("--trajectories", "8", "--calls", "2", "--seconds", "0.05", "--rounds", "2")
     figures, printed = run("lockstep.py", tmp_path, *small)
     assert len(figures["rounds"]) == 2 and "lock-step" in printed
@@ -57,7 +57,7 @@ def test_lockstep_does_the_same_work_either_way(tmp_path: Path) -> None:
         assert alone > 0 and ratio == together / alone
 
 
-def test_toggles_start_an_engine_each(tmp_path: Path) -> None:
+def test_toggles_measures_an_engine_for_each_setting(tmp_path: Path) -> None:
     small = ("--preset", "1M", "--prompts", "4", "--prompt-tokens", "8", "--max-tokens", "8", "--rounds", "2")
     figures, printed = run("toggles.py", tmp_path, *small)
     assert figures["figures"].keys() == {"eager", "graphs"}
@@ -65,8 +65,8 @@ def test_toggles_start_an_engine_each(tmp_path: Path) -> None:
     assert "against eager" in printed
 
 
-def test_routes_are_exchanged_and_their_share_of_a_step_is_told(tmp_path: Path) -> None:
-    """By one rank here, whose answers come back to it."""
+def test_routes_are_exchanged_and_their_share_of_a_step_is_printed(tmp_path: Path) -> None:
+    """There is one rank here, whose answers come back to it."""
     sizes = ("--tokens", "128", "--experts", "8", "--top-k", "2", "--layers", "2", "--rounds", "2")
     figures, printed = run("routes.py", tmp_path, *sizes)
     assert all(len(figures["seconds"][name]) == 2 for name in ("answers", "routes", "update"))

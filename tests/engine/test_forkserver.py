@@ -1,4 +1,4 @@
-"""What an engine's core begins with, where it is forked."""
+"""The modules, environment and kernels with which a forked engine core begins."""
 
 import json
 import os
@@ -17,22 +17,22 @@ from tests.support.forked import PYTHON
 
 
 def tell(path: str) -> None:
-    """In a process that is started as cores are."""
+    """Writes the state of this process, which is started as engine cores are."""
     import torch
     from torch._dynamo import config
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.warn("of a library", stacklevel=1)
     imported = [module for module in forkserver.MODULES if module in sys.modules]
-    told = [os.getppid(), imported, os.environ["HOTBUNK_TEST"], torch.get_num_threads(), config.disable, len(caught)]
-    Path(path).write_text(json.dumps(told))
+    state = [os.getppid(), imported, os.environ["HOTBUNK_TEST"], torch.get_num_threads(), config.disable, len(caught)]
+    Path(path).write_text(json.dumps(state))
 
 
 @pytest.mark.parametrize(("threads", "disabled", "warnings"), [("2", "0", "default"), ("1", "1", "ignore")])
-def test_what_is_forked_has_all_modules_and_goes_by_the_environment_it_is_started_in(
+def test_a_forked_core_has_all_modules_and_follows_its_own_environment(
     threads: str, disabled: str, warnings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a library has read that as it was imported, before."""
+    """This includes variables that a library has already read when it was imported."""
     from vllm.v1.engine import utils
 
     changed = {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": disabled, "PYTHONWARNINGS": warnings}
@@ -49,7 +49,7 @@ def test_what_is_forked_has_all_modules_and_goes_by_the_environment_it_is_starte
 
 
 def tell_kernels(path: str) -> None:
-    """Which of vLLM's kernels for Triton have their replacements, and whether a worker looks for them once more."""
+    """Writes which of vLLM's Triton kernels are replaced, and whether a worker would search for replacements again."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
 
@@ -62,7 +62,7 @@ def tell_kernels(path: str) -> None:
     Path(path).write_text(json.dumps([kernels, looked.called]))
 
 
-def test_a_forked_core_has_the_kernels_replaced_that_a_worker_would_replace(tmp_path: Path) -> None:
+def test_a_forked_core_has_the_kernels_that_a_worker_would_replace(tmp_path: Path) -> None:
     from vllm.v1.engine import utils
 
     process = utils.get_mp_context().Process(target=tell_kernels, kwargs={"path": str(tmp_path / "told")}, daemon=True)
@@ -99,17 +99,17 @@ sys.exit(core.exitcode)
 
 
 def replace_handler() -> None:
-    """Do what a core does first (vllm/v1/engine/core.py, run_engine_core)."""
+    """Does the first thing that a core does (vllm/v1/engine/core.py, run_engine_core)."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_what_a_signal_handler_held_before_the_fork_outlives_its_replacement() -> None:
-    """As Ray's client, which Ray's handler of SIGTERM may be the last to hold."""
+def test_objects_of_a_replaced_signal_handler_survive_in_the_fork() -> None:
+    """Ray's handler of SIGTERM may hold the last reference to Ray's client."""
     run = subprocess.run([*PYTHON, "-c", HANDLERS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
 
 
-def test_where_the_server_was_killed_cores_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_spawned_if_the_server_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import utils
 
     gone = subprocess.Popen(["true"])

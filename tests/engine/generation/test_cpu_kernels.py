@@ -1,4 +1,4 @@
-"""Which of vLLM's kernels compute on a CPU does not depend on whether the processor has AMX."""
+"""An engine on a CPU uses the same kernels whether or not the processor has AMX."""
 
 import json
 import os
@@ -24,7 +24,7 @@ KERNELS = {
 
 
 def test_plain_engines_have_the_same_kernels_on_a_processor_with_amx(tmp_path: Path) -> None:
-    """In bfloat16, two updates are replayed and verified; the process in front of the engines still sees all it has."""
+    """In bfloat16, two updates are replayed and verified; the process that starts the engines still sees AMX."""
     command = [*PYTHON, "-m", "tests.support.cpu_with_amx", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
@@ -33,11 +33,11 @@ def test_plain_engines_have_the_same_kernels_on_a_processor_with_amx(tmp_path: P
     for (architecture, kernels), report in zip(KERNELS.items(), reports, strict=True):
         assert not any(report["processor"].values()) and report["front"]
         assert set(report["layers"].values()) == kernels, architecture
-        # Latent attention keeps products of its weights, so that an update is verified by a prompt.
+        # Latent attention keeps products of its weights, so an update is verified by a prompt.
         assert report["verified"] == ["probe" if architecture == "deepseek_v2" else "full"] * 2
 
 
-def test_instruction_sets_are_hidden_for_as_long_as_a_block_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_are_hidden_only_within_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True, "sve": True})
@@ -63,8 +63,8 @@ def test_onednns_instruction_set_is_capped_unless_the_user_has_set_it(monkeypatc
 
 
 @pytest.mark.parametrize("packed", ["linear", "convolution"])
-def test_a_weight_that_is_packed_against_expectation_is_named_with_the_key(packed: str) -> None:
-    """As by a kernel that another release of vLLM brings."""
+def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: str) -> None:
+    """A kernel of a later vLLM release might pack it."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     check_unpacked(model, [])
     layer: SimpleNamespace | torch.nn.Module = model["b"]
@@ -74,4 +74,4 @@ def test_a_weight_that_is_packed_against_expectation_is_named_with_the_key(packe
         layer._cpu_unpacked_conv_weight = torch.zeros(2, 2)
     with pytest.raises(SyncError, match=r"^b\.weight is packed by .* set engine\.plain_cpu_weights to false$"):
         check_unpacked(model, [])
-    check_unpacked(model, [model["b"]])  # written by a reload, which packs it again
+    check_unpacked(model, [model["b"]])  # a reload writes the weight, and packs it again

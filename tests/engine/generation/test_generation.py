@@ -1,4 +1,4 @@
-"""One engine by itself: what is asked for is what is sampled, and one bad request is nobody else's."""
+"""One engine by itself: it samples as requested, and a bad request does not affect the others."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24], [99, 98]]
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose generation_config.json asks for what nobody who trains on it has asked for."""
+    """A model whose generation_config.json asks for settings that training does not use."""
     folder = tmp_path_factory.mktemp("hostile") / "model"
     shutil.copytree(tiny_model(), folder)
     hostile = {
@@ -53,6 +53,7 @@ def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
+    """An engine of that model, at version 0."""
     leader = start_engine(model, max_model_len=128, max_num_seqs=64)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -62,7 +63,7 @@ def leader(model: Path) -> Iterator[Leader]:
 def run(
     leader: Leader, group: int, prompts: list[list[int]] = PROMPTS, order: list[int] | None = None
 ) -> list[Trajectory]:
-    """One rollout of `group` samples a prompt, by prompt and sample."""
+    """Runs one rollout of `group` samples a prompt; the trajectories are sorted by prompt and sample."""
     settings = RolloutSettings(group, SamplingSettings(max_tokens=60), policy_version=0, seed=1, step=3)
     waiting = list(order or range(len(prompts)))
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
@@ -76,10 +77,10 @@ def run(
     return sorted(finished, key=lambda t: (t.prompt_index, t.sample_index))
 
 
-def test_on_a_terminal_an_answer_is_printed_as_it_comes(
+def test_on_a_terminal_an_answer_is_printed_as_it_is_generated(
     leader: Leader, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces, the answer that is printed at once elsewhere; a character comes once all its bytes are there."""
+    """The pieces are those of the answer printed at once elsewhere; a character waits until its bytes are complete."""
     asked, sampling = PROMPTS[0], SamplingSettings(max_tokens=40, temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     monkeypatch.setattr(generate, "on_checkpoint", lambda command, settings, job: job(leader))
@@ -93,25 +94,25 @@ def test_on_a_terminal_an_answer_is_printed_as_it_comes(
         generate.converse(leader.engine.settings, chat, sampling)
         assert len(chat.ids) == len(asked) + 40
     assert "".join(pieces[True]) == "".join(pieces[False]) and len(pieces[False]) == 2  # the text, and the line's end
-    assert not any(piece.endswith("\ufffd") for piece in pieces[True][:-2])  # of the last, the answer is cut
+    assert not any(piece.endswith("\ufffd") for piece in pieces[True][:-2])  # the last character may be cut off
     assert len(list(filter(None, pieces[True]))) > 10
 
 
-def test_logprobs_are_the_trainers_whatever_the_models_own_settings(leader: Leader, model: Path) -> None:
-    """Temperature 1 and no truncation, with ids the tokenizer does not know, and with PAD among what was sampled."""
+def test_logprobs_are_the_trainers_despite_the_models_own_settings(leader: Leader, model: Path) -> None:
+    """Sampling is at temperature 1 without truncation; samples include PAD and ids that the tokenizer does not have."""
     policy = HfPolicy(model)
     trajectories = run(leader, group=24)
     assert len(trajectories) == 72
     for t in trajectories:
-        own = policy.logprobs(t.prompt_ids + t.response_ids)[len(t.prompt_ids) - 1 :]
-        assert max(abs(a - b) for a, b in zip(own, t.logprobs, strict=True)) < 1e-4
+        expected = policy.logprobs(t.prompt_ids + t.response_ids)[len(t.prompt_ids) - 1 :]
+        assert max(abs(a - b) for a, b in zip(expected, t.logprobs, strict=True)) < 1e-4
         assert t.loss_mask == [1] * len(t.response_ids)
     padded = [t for t in trajectories if PAD in t.response_ids]
     assert padded
     sample = to_sample(padded[0])
     assert sample.loss_mask[len(padded[0].prompt_ids) + padded[0].response_ids.index(PAD)] == 1
     distinct = {tuple(t.response_ids) for t in trajectories}
-    assert len(distinct) == len(trajectories)  # top_k 1 or temperature 0.1 would repeat itself
+    assert len(distinct) == len(trajectories)  # with top_k 1 or temperature 0.1, samples would repeat
 
 
 def test_seeds_decide_whatever_else_runs_and_in_whatever_order(leader: Leader) -> None:
@@ -127,7 +128,7 @@ def test_seeds_decide_whatever_else_runs_and_in_whatever_order(leader: Leader) -
 
 
 def test_one_failing_request_does_not_lose_the_batch(leader: Leader) -> None:
-    prompts = [PROMPTS[0], [5] * 300, [10**6], PROMPTS[2]]  # too long for the engine, and an id the model does not have
+    prompts = [PROMPTS[0], [5] * 300, [10**6], PROMPTS[2]]  # too long, and an id that the model does not have
     trajectories = run(leader, group=2, prompts=prompts)
     failed = [t.prompt_index for t in trajectories if t.error]
     assert failed == [1, 1, 2, 2]
@@ -152,7 +153,7 @@ def test_an_error_while_scoring_ends_the_rollout(leader: Leader) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         leader.thread.run(rollout(leader.engine, PROMPTS, settings, claim, explode), 60, "a rollout")
     assert caught.group_contains(ZeroDivisionError)
-    assert run(leader, group=1)  # and the engine goes on
+    assert run(leader, group=1)  # the engine still answers
 
 
 def test_an_unknown_engine_argument_is_named(model: Path) -> None:
@@ -160,7 +161,7 @@ def test_an_unknown_engine_argument_is_named(model: Path) -> None:
         start_engine(model, extra={"no_such_thing": 1})
 
 
-def test_settings_that_vllm_refuses_end_in_a_sentence(model: Path) -> None:
+def test_settings_that_vllm_refuses_end_in_an_error_message(model: Path) -> None:
     sections = {"model": {"path": str(model)}, "data": {"path": "d"}, "engine": {"extra": {"block_size": "many"}}}
     with pytest.raises(
         UserError, match="the engine does not start with these settings of engine and model: .*block_size"
@@ -168,7 +169,7 @@ def test_settings_that_vllm_refuses_end_in_a_sentence(model: Path) -> None:
         engines.start_engine(TrainConfig.model_validate(sections), on_cuda=False)
 
 
-def test_vllms_arguments_are_known_without_its_import() -> None:
+def test_vllms_argument_names_are_read_without_importing_it() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert engine_argument_names() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
@@ -182,7 +183,7 @@ def test_vllms_arguments_are_known_without_its_import() -> None:
 def test_a_path_with_a_space_is_not_preloaded(
     folder: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs that engines start would complain of both halves."""
+    """LD_PRELOAD splits at spaces, and every program that engines start would complain of both halves."""
     library = tmp_path / folder / "torch" / "lib" / "libgomp.so.1"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -194,14 +195,14 @@ def test_a_path_with_a_space_is_not_preloaded(
         assert os.environ["LD_PRELOAD"] == ("" if " " in folder else str(library))
 
 
-def test_the_callers_environment_is_as_it_was(leader: Leader) -> None:
-    """Engines start with variables of their own; ours must not change."""
-    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"  # the test session's
+def test_starting_an_engine_does_not_change_the_callers_environment(leader: Leader) -> None:
+    """Engines start with variables of their own; this process keeps its own."""
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"  # set by the test session
     assert "HOTBUNK_PLAIN_CPU_WEIGHTS" not in os.environ
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
 def test_more_prompt_tokens_than_a_step_holds_do_not_kill_the_engine(leader: Leader) -> None:
-    """vLLM would cut a prompt in two, and then ask its seeded CPU generator for what it does not have."""
+    """vLLM would split a prompt, and then need from its seeded CPU generator what that does not have."""
     prompts = [[14 + i % 200] * 60 for i in range(64)]
     assert not any(t.error for t in run(leader, group=2, prompts=prompts))

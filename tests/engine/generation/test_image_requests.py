@@ -1,4 +1,4 @@
-"""Requests with images to a real engine, beside plain Transformers."""
+"""Requests with images to a real engine, compared with plain Transformers."""
 
 import asyncio
 import contextlib
@@ -40,54 +40,54 @@ GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
 
 
 def user(*parts: str) -> dict[str, Any]:
+    """A user's message of texts, and of an image for each empty part."""
     content = [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
     return {"role": "user", "content": content}
 
 
 class Seeing:
-    """A tiny model, its processor, and an engine of it."""
+    """A tiny multimodal model, its processor, and an engine for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.processor = folder, ImageProcessor(str(folder))
-        own: dict[str, Any] = {"max_num_seqs": 8, "sleep": False, "keyed_noise": True, "images": 3}
-        settings = EngineSettings(str(folder), 512, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION, **own)
+        fields: dict[str, Any] = {"max_num_seqs": 8, "sleep": False, "keyed_noise": True, "images": 3}
+        settings = EngineSettings(str(folder), 512, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION, **fields)
         self.leader = Leader.start(Engine(settings), 300)
         self.leader.engine.state.adopt_checkpoint(0)
 
-    async def answer(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **own: Any) -> Generation:
-        settings = {"sampling": GREEDY, "seed": 0, "policy_version": 0} | own
+    async def answer(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **options: Any) -> Generation:
+        """Samples an answer to ids and images, greedily by default."""
+        settings = {"sampling": GREEDY, "seed": 0, "policy_version": 0} | options
         return await self.leader.engine.complete(ids, images=pictures, image_spans=spans, **settings)
 
-    def complete(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **own: Any) -> Generation:
-        return self.leader.thread.run(self.answer(ids, pictures, spans, **own), 120, "sampling")
+    def complete(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **options: Any) -> Generation:
+        return self.leader.thread.run(self.answer(ids, pictures, spans, **options), 120, "sampling")
 
     def plain_logprobs(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans) -> torch.Tensor:
-        """By plain Transformers of each id after the first, where only the ids in `spans` stand for images."""
+        """Plain Transformers' log-probability of each id after the first; only the ids in `spans` stand for images."""
         from transformers import AutoModelForImageTextToText
 
         model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
         kinds = torch.zeros(1, len(ids), dtype=torch.long)
         for start, length in spans:
             kinds[0, start : start + length] = 1
-        given: dict[str, Any] = self.processor.features(pictures) if pictures else {}
+        features: dict[str, Any] = self.processor.features(pictures) if pictures else {}
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **given).logits[0].float()
+            logits = model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **features).logits[0].float()
         return logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
 def seeing(tiny_vlm: Callable[..., Path]) -> Iterator[Seeing]:
-    found = Seeing(tiny_vlm())
-    yield found
-    found.leader.close()
+    started = Seeing(tiny_vlm())
+    yield started
+    started.leader.close()
 
 
 @pytest.mark.parametrize(
     ("parts", "count"), [(["what?"], 0), (["", "what?"], 1), (["", " and ", "", "", " last"], 3), (["last ", ""], 1)]
 )
-def test_an_answer_to_images_has_the_log_probabilities_of_plain_transformers(
-    seeing: Seeing, parts: list[str], count: int
-) -> None:
+def test_answers_to_images_have_transformers_log_probabilities(seeing: Seeing, parts: list[str], count: int) -> None:
     pictures = PICTURES[:count]
     ids, spans = seeing.processor.expand([user(*parts)], pictures)
     answer = seeing.complete(ids, pictures, spans)
@@ -96,48 +96,48 @@ def test_an_answer_to_images_has_the_log_probabilities_of_plain_transformers(
     torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=2e-5, rtol=0)
 
 
-def test_another_count_than_the_engines_is_an_error_that_names_image_and_counts(seeing: Seeing) -> None:
+def test_a_wrong_number_of_image_tokens_is_an_error_that_names_the_image(seeing: Seeing) -> None:
     ids, spans = seeing.processor.expand([user("", "", "what?")], PICTURES[:2])
     with pytest.raises(ImageCountError, match=r"image 2 \(98 x 70 pixels\) takes 8 tokens in the engine, but 4 in"):
         seeing.complete(ids, (PICTURES[0], PICTURES[0]), spans)
 
 
-def test_more_images_than_a_request_may_have_are_refused_in_a_sentence(seeing: Seeing) -> None:
+def test_more_images_than_a_request_may_have_are_refused(seeing: Seeing) -> None:
     pictures = PICTURES + PICTURES[:1]
     ids, spans = seeing.processor.expand([user("", "", "", "", "what?")], pictures)
     with pytest.raises(ValueError, match=r"4 images are more than a request may have \(3\)"):
         seeing.complete(ids, pictures, spans)
 
 
-def test_an_image_token_that_was_sampled_is_not_taken_for_an_image(seeing: Seeing) -> None:
+def test_a_sampled_image_token_is_not_taken_for_an_image(seeing: Seeing) -> None:
     # https://github.com/modelscope/ms-swift/issues/9287
     [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
     ids, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
-    for sampled in ([pad] * spans[0][1], [pad]):  # as many as an image has, or another number
-        whole = [*sampled, *ids]
+    for sampled in ([pad] * spans[0][1], [pad]):  # as many as an image has, or fewer
+        longer = [*sampled, *ids]
         moved = ((spans[0][0] + len(sampled), spans[0][1]),)
-        answer = seeing.complete(whole, PICTURES[:1], moved)
-        assert answer.prompt_ids == whole
-        assert answer.logprobs != seeing.complete(whole, (), ()).logprobs  # the image is seen
+        answer = seeing.complete(longer, PICTURES[:1], moved)
+        assert answer.prompt_ids == longer
+        assert answer.logprobs != seeing.complete(longer, (), ()).logprobs  # the image has an effect
 
 
-def test_answers_to_images_that_are_cut_into_slices_are_those_that_are_not(seeing: Seeing) -> None:
-    """Bit for bit, at temperature 1: what goes on sees its images again."""
+def test_answers_to_images_are_the_same_in_slices(seeing: Seeing) -> None:
+    """They are equal bit for bit at temperature 1: an answer that continues has its images again."""
     sampled = {"sampling": SamplingSettings(max_tokens=12)}
-    asked = []
+    requests = []
     for count, parts in enumerate([["what?"], ["", "what?"], ["last ", "", ""]]):
         ids, spans = seeing.processor.expand([user(*parts)], PICTURES[:count])
-        asked.append((ids, PICTURES[:count], spans))
-    whole = [seeing.complete(*one, **sampled) for one in asked]
-    episodes = [lambda gate, one=one: seeing.answer(*one, turnstile=gate, **sampled) for one in asked]
+        requests.append((ids, PICTURES[:count], spans))
+    uncut = [seeing.complete(*one, **sampled) for one in requests]
+    episodes = [lambda gate, one=one: seeing.answer(*one, turnstile=gate, **sampled) for one in requests]
     with Episodes(seeing.leader, 5, episodes) as running:
         cut = running.results()
-    for one, other in zip(whole, cut, strict=True):
+    for one, other in zip(uncut, cut, strict=True):
         assert len(one.token_ids) > 5 and one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
 def shown(*parts: str | Image) -> dict[str, Any]:
-    """A user's message as OpenAI's clients have it."""
+    """A user's message in the form of OpenAI's clients."""
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     content = [
         {"type": "image_url", "image_url": {"url": part.data_url()}} if isinstance(part, Image) else part
@@ -149,13 +149,13 @@ def shown(*parts: str | Image) -> dict[str, Any]:
 def by_client(
     seeing: Seeing, client: Client, row: tuple[Image, ...] = (), slice_tokens: int = 0, **rules: Any
 ) -> list[Trajectory]:
-    """One greedy episode of a client, of a row with these images; in slices of so many tokens."""
+    """Runs one greedy episode of a client for a row with these images, in slices if `slice_tokens` is set."""
     sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[seeing.processor.tokenizer.eos_token_id])
     settings = RolloutSettings(1, sampling, policy_version=0, seed=1, step=2)
-    found = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
+    image_rules = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
     ids, spans = seeing.processor.expand([user(*["" for _ in row], "what?")], row)
     engine, tokenizer = seeing.leader.engine, seeing.processor.tokenizer
-    llm = PolicyLLM(engine, tokenizer, settings, 3, 1, ids, images=row, image_spans=spans, image_rules=found)
+    llm = PolicyLLM(engine, tokenizer, settings, 3, 1, ids, images=row, image_spans=spans, image_rules=image_rules)
     function = ClientRollout(client, start_server, 60)
 
     async def go() -> list[Trajectory]:
@@ -179,7 +179,7 @@ def by_client(
 
 
 async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """A turn with the row's image, and one with another."""
+    """Asks a turn with the row's image, and one with another image."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as api:
         [url] = row["images"]
         first = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": row["question"]}]
@@ -190,19 +190,19 @@ async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any
     return 0.5
 
 
-def test_two_turns_of_a_client_with_images_have_transformers_log_probabilities(
+def test_two_turns_of_a_client_have_transformers_log_probabilities(
     seeing: Seeing,
 ) -> None:
     [trajectory] = by_client(seeing, look_twice, PICTURES[:1])
     assert trajectory.turns == 2 and trajectory.images == PICTURES[:2] and trajectory.reward == 0.5
     assert trajectory.metrics["server/retemplated"] == 0
-    whole = trajectory.prompt_ids + trajectory.response_ids
+    ids = trajectory.prompt_ids + trajectory.response_ids
     expected, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
     assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
     [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
     start, length = trajectory.image_spans[1]
-    assert whole[start - 1 : start + length + 1] == [whole[spans[0][0] - 1], *[pad] * length, whole[sum(spans[0])]]
-    plain = seeing.plain_logprobs(whole, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
+    assert ids[start - 1 : start + length + 1] == [ids[spans[0][0] - 1], *[pad] * length, ids[sum(spans[0])]]
+    plain = seeing.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
     mask = torch.tensor(trajectory.loss_mask).bool()
     gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
     assert mask.sum() > 4 and gap.max() <= 1e-4
@@ -211,7 +211,7 @@ def test_two_turns_of_a_client_with_images_have_transformers_log_probabilities(
     torch.testing.assert_close(torch.tensor(cut.logprobs), torch.tensor(trajectory.logprobs), atol=2e-5, rtol=0)
 
 
-def test_the_rows_images_do_not_count_among_those_that_a_client_adds(seeing: Seeing) -> None:
+def test_the_limit_on_images_that_a_client_adds_excludes_the_rows(seeing: Seeing) -> None:
     added = len(PICTURES[1].data)
     [trajectory] = by_client(seeing, look_twice, PICTURES[:1], max_bytes=added)
     assert not trajectory.error
@@ -219,33 +219,31 @@ def test_the_rows_images_do_not_count_among_those_that_a_client_adds(seeing: See
     assert "the request has images of" in failed.error
 
 
-def test_another_count_than_the_engines_ends_the_rollout_of_a_client(
-    seeing: Seeing, tiny_vlm: Callable[..., Path]
-) -> None:
-    other = ImageProcessor(str(tiny_vlm(largest_image=2)))  # to which that image has 2 tokens
+def test_a_wrong_number_of_image_tokens_ends_a_clients_rollout(seeing: Seeing, tiny_vlm: Callable[..., Path]) -> None:
+    other = ImageProcessor(str(tiny_vlm(largest_image=2)))  # it gives that image 2 tokens
     sentence = r"image 1 of row 5 of rows.jsonl \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"
-    with pytest.raises(ImageCountError, match=sentence):  # though the client sends it as a data URL
+    with pytest.raises(ImageCountError, match=sentence):  # the name is kept, though the client sends a data URL
         by_client(seeing, look_twice, (replace(PICTURES[0], name="image 1 of row 5 of rows.jsonl"),), processor=other)
 
 
 def by_sampler(seeing: Seeing, sampler: Any, row: tuple[Image, ...], **rules: Any) -> list[Trajectory]:
-    """Two greedy samples of a prompt with the row's images."""
+    """Draws two greedy samples of a prompt with the row's images."""
     sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[seeing.processor.tokenizer.eos_token_id])
     settings = RolloutSettings(2, sampling, policy_version=0, seed=1, step=2)
     messages = [user(*["" for _ in row], "what?")]
     ids, spans = seeing.processor.expand(messages, row)
     stored = [StoredImage(lambda image=image: image.data, image.digest, image.size) for image in row]
     batch = prompt_batch([ids], [0], seeing.processor.tokenizer, 2, [messages], images=[(stored, spans)])
-    found = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
+    limits = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
 
     async def score(trajectory: Trajectory) -> None: ...
 
-    work = sample_batch(seeing.leader.engine, seeing.processor.tokenizer, sampler, batch, settings, score, 60, found)
+    work = sample_batch(seeing.leader.engine, seeing.processor.tokenizer, sampler, batch, settings, score, 60, limits)
     return seeing.leader.thread.run(work, 90, "a rollout")
 
 
 def chats(llm: Any, prompts: Any, params: Any) -> Any:
-    """A turn with the row's image, and one with another, in messages."""
+    """A sampler that chats: a turn with the row's image, and one with another image."""
     turns = [list(prompt.messages) for prompt in prompts]
     for messages, output in zip(turns, llm.chat(turns), strict=True):
         messages += [{"role": "assistant", "content": output.outputs[0].text}, shown("and this: ", PICTURES[1])]
@@ -253,50 +251,55 @@ def chats(llm: Any, prompts: Any, params: Any) -> Any:
 
 
 def texts(llm: Any, prompts: Any, params: Any) -> Any:
-    """The same in text, as vLLM's own prompts have it, and the row's image given by the prompt alone."""
+    """A sampler like `chats` that prompts with text; its second prompt lists both images."""
     more = (
         "\n<|im_start|>user\nand this: <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
     )
-    given = {"image": [PICTURES[0].open(), PICTURES[1].open()]}
+    media = {"image": [PICTURES[0].open(), PICTURES[1].open()]}
     end = llm.get_tokenizer().eos_token
     return llm.generate(
         [
-            {"prompt": out.prompt + out.outputs[0].text + end + more, "multi_modal_data": given}
+            {"prompt": out.prompt + out.outputs[0].text + end + more, "multi_modal_data": media}
             for out in llm.generate(prompts)
         ]
     )
 
 
 def tokens(llm: Any, prompts: Any, params: Any) -> Any:
-    """The same in ids."""
-    given = {"image": [PICTURES[0], PICTURES[1]]}
+    """A sampler like `chats` that prompts with token ids."""
+    media = {"image": [PICTURES[0], PICTURES[1]]}
     outputs = llm.generate([{"prompt_token_ids": prompt.token_ids} for prompt in prompts])
     ids, _ = ImageProcessor(llm.engine.settings.model).expand("and this: <|image_pad|>", PICTURES[1:2])
     return llm.generate(
         [
-            {"prompt_token_ids": [*out.prompt_token_ids, *out.outputs[0].token_ids, *ids], "multi_modal_data": given}
+            {
+                "prompt_token_ids": [*out.prompt_token_ids, *out.outputs[0].token_ids, *ids],
+                "multi_modal_data": media,
+            }
             for out in outputs
         ]
     )
 
 
 @pytest.mark.parametrize("sampler", [chats, texts, tokens])
-def test_two_turns_of_a_sampler_with_images_have_transformers_log_probabilities(seeing: Seeing, sampler: Any) -> None:
+def test_two_turns_of_a_sampler_have_transformers_log_probabilities(seeing: Seeing, sampler: Any) -> None:
     for trajectory in by_sampler(seeing, sampler, PICTURES[:1]):
         assert not trajectory.error and trajectory.turns == 2 and trajectory.images == PICTURES[:2]
-        whole = trajectory.prompt_ids + trajectory.response_ids
+        ids = trajectory.prompt_ids + trajectory.response_ids
         expected, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
         assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
         [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
         start, length = trajectory.image_spans[1]
-        assert whole[start : start + length] == [pad] * seeing.processor.tokens(PICTURES[1].size)
-        plain = seeing.plain_logprobs(whole, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
+        assert ids[start : start + length] == [pad] * seeing.processor.tokens(PICTURES[1].size)
+        plain = seeing.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
         mask = torch.tensor(trajectory.loss_mask).bool()
         gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
         assert mask.sum() > 4 and gap.max() <= 1e-4
 
 
 def asks(**prompt: Any) -> Any:
+    """A sampler that adds these fields to each prompt."""
+
     def sampler(llm: Any, prompts: Any, params: Any) -> Any:
         return llm.generate([{"prompt": start, **prompt} for start in prompts])
 
@@ -321,9 +324,7 @@ def asks(**prompt: Any) -> Any:
         ),
     ],
 )
-def test_prompts_that_samplers_may_not_ask_are_refused_in_a_sentence(
-    seeing: Seeing, sampler: Any, sentence: str
-) -> None:
+def test_prompts_that_samplers_may_not_ask_are_refused(seeing: Seeing, sampler: Any, sentence: str) -> None:
     try:
         errors = {trajectory.error for trajectory in by_sampler(seeing, sampler, PICTURES[:1])}
     except ValueError as error:
@@ -341,10 +342,10 @@ def test_a_response_may_be_cut_before_an_image_but_not_within_it(seeing: Seeing)
 
         return sampler
 
-    [whole, _] = by_sampler(seeing, chats, PICTURES[:1])
-    begin = whole.image_spans[1][0] - len(whole.prompt_ids)
+    [uncut, _] = by_sampler(seeing, chats, PICTURES[:1])
+    begin = uncut.image_spans[1][0] - len(uncut.prompt_ids)
     for trajectory in by_sampler(seeing, cut(begin), PICTURES[:1]):
-        assert trajectory.images == PICTURES[:1] and trajectory.image_spans == whole.image_spans[:1]
+        assert trajectory.images == PICTURES[:1] and trajectory.image_spans == uncut.image_spans[:1]
     with pytest.raises(ValueError, match="is cut within an image"):
         by_sampler(seeing, cut(begin + 1), PICTURES[:1])
 
@@ -353,12 +354,13 @@ def test_a_response_may_be_cut_before_an_image_but_not_within_it(seeing: Seeing)
 def server(seeing: Seeing) -> Iterator[OpenAIServer]:
     rules = ImageRules(seeing.processor, ImageLimits(larger="resize"), most=3, max_bytes=100_000)
     settings = ServerSettings(image_rules=rules, header_keys=True)
-    found = seeing.leader.thread.run(OpenAIServer.start(seeing.leader.engine, settings), 60, "starting a server")
-    yield found
-    seeing.leader.thread.run(found.stop(), 20, "stopping a server")
+    started = seeing.leader.thread.run(OpenAIServer.start(seeing.leader.engine, settings), 60, "starting a server")
+    yield started
+    seeing.leader.thread.run(started.stop(), 20, "stopping a server")
 
 
 def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[int, dict[str, Any]]:
+    """Sends a request, and returns the answer's status and body."""
     headers = {"x-hotbunk-trajectory": key} if key else {}
     body = {"model": "policy", "temperature": 0, "max_tokens": 4} | body
     answer = httpx.post(server.base_url + path, json=body, headers=headers, timeout=60)
@@ -366,6 +368,8 @@ def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[
 
 
 def taken(seeing: Seeing, server: OpenAIServer, key: str) -> list[Trajectory]:
+    """Ends the capture of a key, and returns its trajectories."""
+
     async def take() -> list[Trajectory]:
         return server.take(key)
 
@@ -376,11 +380,11 @@ def url_part(url: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
 
-LARGE = images((200, 200))[0]  # more than 100,000 bytes of noise
+LARGE = images((200, 200))[0]  # noise of more than 100,000 bytes
 
 
 def bomb() -> Image:
-    """64 million pixels in a few kilobytes, which `Image.read` would take from a dataset."""
+    """An image of 64 million pixels in a few kilobytes, which `Image.read` would accept from a dataset."""
     buffer = io.BytesIO()
     PIL.Image.new("1", (8000, 8000)).save(buffer, format="PNG")
     return Image(buffer.getvalue(), "", (8000, 8000))
@@ -410,14 +414,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("message", "more", "sentence"), REFUSED)
-def test_images_that_clients_may_not_send_are_refused_in_a_sentence(
+def test_images_that_clients_may_not_send_are_refused(
     server: OpenAIServer, message: dict[str, Any], more: dict[str, Any], sentence: str
 ) -> None:
     status, answer = asked(server, "/chat/completions", "a", messages=[message], **more)
     assert status == 400 and sentence in answer["error"]["message"], answer
 
 
-def test_images_of_all_requests_are_decoded_one_at_a_time(
+def test_images_are_decoded_one_at_a_time_over_all_requests(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both, met, read = threading.Barrier(2), [], Image.read
@@ -434,21 +438,19 @@ def test_images_of_all_requests_are_decoded_one_at_a_time(
     assert [status for status, _ in answers] == [200, 200] and met == []
 
 
-def test_conversations_that_differ_in_an_image_alone_do_not_continue_each_other(
-    seeing: Seeing, server: OpenAIServer
-) -> None:
+def test_conversations_that_differ_only_in_an_image_are_kept_apart(seeing: Seeing, server: OpenAIServer) -> None:
     first = [[shown(image, "what?")] for image in (PICTURES[1], images((57, 56))[0])]
     for messages in first:
-        same = {"allowed_token_ids": [40]}  # so that the answers do not tell them apart
+        same = {"allowed_token_ids": [40]}  # so that only the images distinguish the conversations
         _, answer = asked(server, "/chat/completions", "two", messages=messages, **same)
-        said = answer["choices"][0]["message"]["content"]
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}]
+        text = answer["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
     for messages in reversed(first):
         assert asked(server, "/chat/completions", "two", messages=messages)[0] == 200
-    found = taken(seeing, server, "two")
-    assert [trajectory.turns for trajectory in found] == [2, 2]
-    assert [trajectory.images[0].size for trajectory in found] == [(57, 56), (56, 56)]
-    assert found[0].metrics["server/retemplated"] == 0
+    trajectories = taken(seeing, server, "two")
+    assert [trajectory.turns for trajectory in trajectories] == [2, 2]
+    assert [trajectory.images[0].size for trajectory in trajectories] == [(57, 56), (56, 56)]
+    assert trajectories[0].metrics["server/retemplated"] == 0
 
 
 def as_response(image: Image) -> dict[str, Any]:

@@ -71,6 +71,7 @@ from trainer.engines import start_server
 
 @pytest.fixture(scope="module")
 def leader(tiny_qwen2: Path) -> Iterator[Leader]:
+    """An engine at version 0, which all servers of this file serve."""
     leader = start_engine(tiny_qwen2, max_model_len=512)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -79,25 +80,27 @@ def leader(tiny_qwen2: Path) -> Iterator[Leader]:
 
 @pytest.fixture(scope="module")
 def server(leader: Leader) -> Iterator[OpenAIServer]:
-    """As the trainer starts it: requests are sampled as the policy is trained. But open to all, for the tests' ease."""
+    """A server as the trainer starts it, which samples as the policy is trained, but open to all."""
     yield from serving(leader, sampling=SAMPLING, eos_token_ids=(2,), header_keys=True)
 
 
 @pytest.fixture(scope="module")
 def strict(leader: Leader) -> Iterator[OpenAIServer]:
-    """With little room and little patience."""
+    """A server with little room and short time-outs."""
     limits = {"max_conversations": 3, "max_body_bytes": 8192, "body_timeout_s": 1.5}
     yield from serving(leader, api_key="secret", header_keys=True, **limits)
 
 
 @pytest.fixture(scope="module")
 def free(leader: Leader) -> Iterator[OpenAIServer]:
-    """As `hotbunk serve` starts it, with a key; templates decide about ids."""
+    """A server as `hotbunk serve` starts it, with a key; templates decide about ids."""
     yield from serving(leader, api_key="secret", keep_exact_ids=False)
 
 
-def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
-    assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this process
+def test_the_server_lists_its_paths_and_listens_on_loopback(
+    leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path
+) -> None:
+    assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this logger
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     with httpx.Client(base_url=root(server), timeout=60) as http:
         assert http.get("/health").status_code == 200
@@ -123,10 +126,10 @@ def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: Op
         asyncio.run(OpenAIServer.start(None, ServerSettings(port=port)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="server does not start with these settings: .*no such parser"):
         next(serving(leader, tool_parser="no such parser"))
-    heard = {
+    addresses = {
         c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
     }
-    assert heard == {"127.0.0.1"}
+    assert addresses == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,8 +137,10 @@ def test_what_is_served_and_where(leader: Leader, server: OpenAIServer, free: Op
 def test_an_unmodified_client_is_captured_exactly(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, stream: bool, echo: str
 ) -> None:
-    """Four turns of the official client under a key: every prompt begins with all ids before it, whatever was sampled,
-    and the one trajectory has the log-probabilities that plain Transformers computes.
+    """The official client talks for four turns under one key.
+
+    Every prompt begins with all ids before it, whatever was sampled, and the one trajectory has the log-probabilities
+    that plain Transformers computes.
     """
     key = opened(server, leader, seed=7, policy_version=0)
     messages: list[Any] = list(QUESTION)
@@ -147,10 +152,10 @@ def test_an_unmodified_client_is_captured_exactly(
             answer = streamed(client(server, key), request)
         else:
             answer = client(server, key).chat.completions.create(**request).choices[0].message
-        said = answer.model_dump(exclude_none=True)
+        message = answer.model_dump(exclude_none=True)
         if echo == "role and content only":
-            said = {"role": "assistant", "content": said.get("content", "")}
-        messages = [*messages, said, {"role": "tool", "content": f"é{turn}", "tool_call_id": "1"}]
+            message = {"role": "assistant", "content": message.get("content", "")}
+        messages = [*messages, message, {"role": "tool", "content": f"é{turn}", "tool_call_id": "1"}]
         if not stream:
             prompt, generated, logprobs = carried(answer)
             assert prompt[: len(ids)] == ids
@@ -160,13 +165,14 @@ def test_an_unmodified_client_is_captured_exactly(
     (t,) = taken(server, leader, key)
     assert (t.turns, t.weight_version, t.metrics["server/retemplated"]) == (4, 0, 0.0)
     assert stream or (t.prompt_ids + t.response_ids == ids and sum(t.loss_mask) == sampled)
-    own = HfPolicy(tiny_qwen2).logprobs(t.prompt_ids + t.response_ids, SAMPLING.temperature)[len(t.prompt_ids) - 1 :]
-    pairs = [(a, b) for a, b, mask in zip(own, t.logprobs, t.loss_mask, strict=True) if mask]
-    assert min(b - a for a, b in pairs) > -1e-4  # top_p takes a little away from the others
+    plain = HfPolicy(tiny_qwen2).logprobs(t.prompt_ids + t.response_ids, SAMPLING.temperature)[len(t.prompt_ids) - 1 :]
+    pairs = [(a, b) for a, b, mask in zip(plain, t.logprobs, t.loss_mask, strict=True) if mask]
+    assert min(b - a for a, b in pairs) > -1e-4  # top_p makes the tokens that it keeps a little likelier
     assert max(b - a for a, b in pairs) < 0.06
 
 
 def by_chat(server: OpenAIServer, key: str, stream: bool) -> None:
+    """Asks QUESTIONS by the chat interface."""
     messages: list[Any] = [{"role": "system", "content": "be brief"}]
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
@@ -179,7 +185,7 @@ def by_chat(server: OpenAIServer, key: str, stream: bool) -> None:
 
 
 def by_responses(server: OpenAIServer, key: str, stream: bool, keep: bool = True) -> None:
-    """The server remembers what was said, or the client sends all of it again."""
+    """Asks QUESTIONS by Responses; with `keep` the server remembers what was said, else the client resends it."""
     api, previous, items = client(server, key).responses, openai.omit, list[Any]()
     for question in QUESTIONS:
         items = [*([] if keep else items), {"role": "user", "content": [{"type": "input_text", "text": question}]}]
@@ -197,12 +203,13 @@ def by_responses(server: OpenAIServer, key: str, stream: bool, keep: bool = True
 
 
 def by_messages(server: OpenAIServer, key: str, stream: bool) -> None:
+    """Asks QUESTIONS by Anthropic's Messages."""
     messages: list[Any] = []
     with httpx.Client(base_url=server.base_url, headers={"x-api-key": key}, timeout=60) as http:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             body = {"model": "policy", "system": "be brief", "messages": messages, "max_tokens": 4096, "stream": stream}
-            answer = http.post("/messages", json=body)  # its clients must ask for some length
+            answer = http.post("/messages", json=body)  # clients of this interface must send max_tokens
             assert answer.status_code == 200, answer.text
             if stream:
                 events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -217,28 +224,29 @@ QUESTIONS = ["2+2?", "sure?", "really?"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_is_captured_alike_by_whichever_interface(
+def test_a_conversation_is_captured_alike_by_every_interface(
     server: OpenAIServer, leader: Leader, stream: bool
 ) -> None:
-    """Responses and Messages are the chat that they stand for: the same ids, exact over all turns, by equal seeds."""
+    """Responses and Messages give the ids of the same chat, exact over all turns, with equal seeds."""
     ways = [by_chat, by_responses, functools.partial(by_responses, keep=False), by_messages]
-    found = []
+    conversations = []
     for way in ways:
         key = opened(server, leader, seed=11, policy_version=0)
         way(server, key, stream)
-        found.append(taken(server, leader, key))
-    for conversation in found:
+        conversations.append(taken(server, leader, key))
+    for conversation in conversations:
         assert [(t.turns, t.metrics["server/retemplated"]) for t in conversation] == [(3, 0.0)]
-        assert conversation[0].response_ids == found[0][0].response_ids
-        assert conversation[0].loss_mask == found[0][0].loss_mask
+        assert conversation[0].response_ids == conversations[0][0].response_ids
+        assert conversation[0].loss_mask == conversations[0][0].loss_mask
 
 
 @pytest.mark.parametrize("way", ["chat", "responses", "responses by id"])
-def test_an_empty_answer_that_the_client_leaves_out_is_in_the_ids_all_the_same(
+def test_an_empty_answer_that_the_client_omits_stays_in_the_ids(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, way: str
 ) -> None:
-    """Every token ends an answer here, and its text is left out, so that all answers say nothing: openai-agents then
-    sends the questions alone.
+    """Every token ends an answer here and its text is left out, so all answers are empty.
+
+    openai-agents then sends only the questions.
     """
     vocabulary = range(json.loads((tiny_qwen2 / "config.json").read_text())["vocab_size"])
     silent = replace(SAMPLING, stop_token_ids=list(vocabulary))
@@ -260,19 +268,19 @@ CALL = {"name": "add", "arguments": {"a": 4}}
 
 
 def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> None:
-    """The template writes a call in another way than it was sampled, and the client's answer does not repeat it."""
+    """The template spells a call differently than it was sampled, and the client does not repeat it."""
     for server in serving(leader):
         key = opened(server, leader)
         api = client(server, key)
-        previous, given = openai.omit, "2+2?"
+        previous, sent = openai.omit, "2+2?"
         wanted = {"structured_outputs": {"choice": [f"<tool_call>{json.dumps(CALL)}  </tool_call>"]}}
         for _ in range(2):
             answer: Any = api.responses.create(
-                model="policy", input=given, tools=[TOOL], previous_response_id=previous, extra_body=wanted
+                model="policy", input=sent, tools=[TOOL], previous_response_id=previous, extra_body=wanted
             )
             (call,) = answer.output
             previous = answer.id
-            given: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4"}]
+            sent: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4"}]
             assert {"name": call.name, "arguments": json.loads(call.arguments)} == CALL
         (one,) = taken(server, leader, key)
         assert (one.turns, one.metrics["server/retemplated"]) == (2, 0.0)
@@ -296,15 +304,15 @@ def test_calls_in_messages_are_recognised_when_they_come_back(leader: Leader) ->
         add_event(blocks, event)
     handler = AnthropicServingMessages.__new__(AnthropicServingMessages)
     handler._merge_inline_system = False
-    whole = [{"type": "text", "text": "so"}, use]
-    messages = [*QUESTION, {"role": "assistant", "content": whole}, *QUESTION]
+    content_blocks = [{"type": "text", "text": "so"}, use]
+    messages = [*QUESTION, {"role": "assistant", "content": content_blocks}, *QUESTION]
     chat = as_chat(AnthropicMessagesRequest(model="policy", max_tokens=1, messages=messages), handler)
-    for content in (whole, blocks):
+    for content in (content_blocks, blocks):
         history = ChatHistory(None)
-        said = said_in("/v1/messages", {"content": content})
-        history.record(QUESTION, said, Generation([1], [0.0], prompt_ids=[2]))
-        known = history.known_prefix(chat["messages"])
-        assert known is not None and (known.ids, known.messages) == ([2, 1], 2)
+        message = said_in("/v1/messages", {"content": content})
+        history.record(QUESTION, message, Generation([1], [0.0], prompt_ids=[2]))
+        prefix = history.known_prefix(chat["messages"])
+        assert prefix is not None and (prefix.ids, prefix.messages) == ([2, 1], 2)
 
 
 AGENT = """
@@ -327,8 +335,8 @@ serve(agent)
 """
 
 
-def test_level_6_an_agent_may_have_a_python_of_its_own(leader: Leader, tiny_qwen2: Path, tmp_path: Path) -> None:
-    """One that knows the standard library only; what it does not answer costs its episode and leaves no process."""
+def test_level_6_an_agent_may_run_in_a_python_of_its_own(leader: Leader, tiny_qwen2: Path, tmp_path: Path) -> None:
+    """The agent has only the standard library; a failure costs its episode, and leaves no process."""
     shutil.copy(ROOT / "generation" / "rollouts" / "elsewhere" / "hotbunk_client.py", tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     command = ClientCommand([sys.executable, "-I", "-c", f"import sys; sys.path[:0] = ['{tmp_path}']; import agent"])
@@ -360,7 +368,7 @@ REFUSED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "changes", "sentence"), REFUSED_ELSEWHERE)
-def test_other_interfaces_are_refused_in_their_own_words(
+def test_refusals_by_other_interfaces_use_their_names_of_settings(
     server: OpenAIServer, path: str, changes: dict[str, Any], sentence: str
 ) -> None:
     for stream in (False, True):
@@ -371,14 +379,14 @@ def test_other_interfaces_are_refused_in_their_own_words(
         assert refused.json()["error"]["message"].startswith(sentence)
 
 
-def test_figures_are_for_those_with_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
-    """They tell of all trajectories; a trajectory's own key opens it and no more."""
+def test_metrics_need_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
+    """They cover all trajectories, and a trajectory's key opens only its own."""
     key = opened(free, leader)
     client(free, key).completions.create(model="policy", prompt="?", max_tokens=1)
-    for own, status in (("secret", 200), (key, 401), ("no", 401)):
-        shown = httpx.get(f"{root(free)}/metrics", headers={"authorization": f"Bearer {own}"})
-        assert shown.status_code == status
-        assert status == 401 or "\nhotbunk_trajectories 1.0\nhotbunk_weight_version 0.0\n" in _figures(shown.text)
+    for bearer, status in (("secret", 200), (key, 401), ("no", 401)):
+        answer = httpx.get(f"{root(free)}/metrics", headers={"authorization": f"Bearer {bearer}"})
+        assert answer.status_code == status
+        assert status == 401 or "\nhotbunk_trajectories 1.0\nhotbunk_weight_version 0.0\n" in _figures(answer.text)
     assert (
         'hotbunk_requests_total{path="/v1/completions",status="200"}'
         in httpx.get(f"{root(free)}/metrics", headers={"authorization": "Bearer secret"}).text
@@ -387,25 +395,26 @@ def test_figures_are_for_those_with_the_servers_own_key(free: OpenAIServer, lead
 
 
 def _figures(text: str) -> str:
+    """The lines of Prometheus metrics without comments."""
     return "\n" + "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n"
 
 
 def test_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
-    """The ids so far do not know the tools, so going on from them would hide these from the policy."""
+    """The ids so far do not contain the tools, so continuing them would hide the tools from the policy."""
     key = opened(server, leader)
-    said = client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
-    messages: list[Any] = [*QUESTION, said.model_dump(exclude_none=True), *QUESTION]
+    message = client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
+    messages: list[Any] = [*QUESTION, message.model_dump(exclude_none=True), *QUESTION]
     answer = client(server, key).chat.completions.create(model="policy", messages=messages, tools=[ADD])
     tokens = httpx.post(f"{root(server)}/tokenize", json={"messages": messages, "tools": [ADD]})
-    assert tokens.status_code == 400  # who asks for certain ids is told
+    assert tokens.status_code == 400  # a request for certain ids is refused
     assert "do not belong to the prefix ids" in tokens.text
     first, second = taken(server, leader, key)
     assert second.prompt_ids == carried(answer.choices[0].message)[0]
     assert (first.turns, second.turns, first.metrics["server/retemplated"]) == (1, 1, 1.0)
 
 
-def test_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
-    """Twelve conversations of two turns each; the same seeds give the same answers again."""
+def test_concurrent_conversations_do_not_mix(server: OpenAIServer, leader: Leader) -> None:
+    """Twelve conversations have two turns each, and equal seeds give equal answers."""
 
     async def talk(key: str, word: str) -> None:
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=0) as api:
@@ -414,36 +423,36 @@ def test_conversations_at_once_do_not_mix(server: OpenAIServer, leader: Leader) 
                 answer = await api.chat.completions.create(
                     model="policy", messages=messages, extra_headers={"x-hotbunk-trajectory": key}
                 )
-                said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
-                messages += [said, {"role": "user", "content": word}]
+                message = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+                messages += [message, {"role": "user", "content": word}]
 
     async def everybody(keys: list[str]) -> None:
         await asyncio.gather(*(talk(key, f"word {i % 6}") for i, key in enumerate(keys)))
 
     keys = [opened(server, leader, seed=i % 6) for i in range(12)]
     asyncio.run(everybody(keys))
-    both = [taken(server, leader, key) for key in keys]
-    assert [len(each) for each in both] == [1] * 12
-    assert all(each[0].turns == 2 for each in both)
-    assert [each[0].response_ids for each in both[:6]] == [each[0].response_ids for each in both[6:]]
-    assert len({tuple(each[0].response_ids) for each in both}) == 6
-    asyncio.run(everybody(["a key of one's own"]))  # the header opens a trajectory by itself
+    captured = [taken(server, leader, key) for key in keys]
+    assert [len(parts) for parts in captured] == [1] * 12
+    assert all(parts[0].turns == 2 for parts in captured)
+    assert [parts[0].response_ids for parts in captured[:6]] == [parts[0].response_ids for parts in captured[6:]]
+    assert len({tuple(parts[0].response_ids) for parts in captured}) == 6
+    asyncio.run(everybody(["a key of one's own"]))  # the header alone opens a trajectory
     assert taken(server, leader, "a key of one's own")[0].turns == 2
 
 
-def test_streams_and_completions_carry_what_was_sampled(server: OpenAIServer, leader: Leader) -> None:
+def test_streams_and_completions_carry_the_sampled_ids(server: OpenAIServer, leader: Leader) -> None:
     chunks = list(client(server).chat.completions.create(model="policy", messages=QUESTION, stream=True, seed=3))
     prompt, generated, logprobs = carried(next(c for c in chunks if c.choices[0].finish_reason).choices[0].delta)
-    whole = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=3).choices[0].message
-    assert carried(whole) == (prompt, generated, logprobs)
-    assert (whole.content or "") == "".join(c.choices[0].delta.content or "" for c in chunks)
+    message = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=3).choices[0].message
+    assert carried(message) == (prompt, generated, logprobs)
+    assert (message.content or "") == "".join(c.choices[0].delta.content or "" for c in chunks)
     answer = client(server).completions.create(model="policy", prompt=[[20, 21], [22]], n=2, max_tokens=5)
     assert [carried(choice)[0] for choice in answer.choices] == [[20, 21], [20, 21], [22], [22]]
     assert all(len(carried(choice)[1]) == len(carried(choice)[2]) <= 5 for choice in answer.choices)
 
 
 def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
-    """Forced calls, streamed and not; the template writes a call in another way than it was sampled."""
+    """Calls are forced, streamed or not; the template spells a call differently than it was sampled."""
     for stream in (False, True):
         key = opened(free, leader)
         messages: list[Any] = list(QUESTION)
@@ -455,21 +464,21 @@ def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Lead
                 answer = client(free, key).chat.completions.create(**request).choices[0].message
             (call,) = answer.tool_calls or []
             assert call.function.name == "add"
-            said = {
+            sent_call = {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": "add", "arguments": call.function.arguments},
             }
-            messages += [{"role": "assistant", "content": None, "tool_calls": [said]}]
+            messages += [{"role": "assistant", "content": None, "tool_calls": [sent_call]}]
             messages += [{"role": "tool", "tool_call_id": call.id, "content": "5"}]
         trajectories = taken(free, leader, key)
         assert sum(t.turns for t in trajectories) == 2
 
 
-def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+def test_a_required_prefix_is_kept_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     first = tokenizer(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))["input_ids"]
-    prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that text never becomes
+    prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that no text encodes to
     messages = [*QUESTION, {"role": "assistant", "content": "it's"}, {"role": "user", "content": "sure?"}]
     asked = {"model": "policy", "messages": messages, "required_prefix_token_ids": prefix}
     with httpx.Client(base_url=root(server), timeout=60) as http:
@@ -480,7 +489,7 @@ def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenA
         answer = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
         assert answer["prompt_token_ids"] == tokens["tokens"]
         plain = http.post("/tokenize", json=asked | {"required_prefix_token_ids": []}).json()["tokens"]
-        assert plain[: len(prefix)] != prefix  # an empty prefix switches it off
+        assert plain[: len(prefix)] != prefix  # an empty prefix has no effect
         foreign = asked | {"messages": [{"role": "user", "content": "3+3?"}, *messages[1:]]}
         for path in ("/tokenize", "/v1/chat/completions"):
             refused = http.post(path, json=foreign)
@@ -498,7 +507,7 @@ def test_a_required_prefix_is_heeded_over_http(server: OpenAIServer, free: OpenA
     ("changes", "status", "sentence"),
     REFUSED,
 )
-def test_what_is_not_trained_is_refused(
+def test_sampling_that_is_not_trained_on_is_refused(
     server: OpenAIServer, changes: dict[str, Any], status: int, sentence: str
 ) -> None:
     for stream in (False, True):
@@ -510,10 +519,10 @@ def test_what_is_not_trained_is_refused(
         assert sentence in str(caught.value)
 
 
-def test_strict_tools_are_taken_in_training_and_change_nothing(
+def test_strict_tools_are_accepted_in_training_but_not_enforced(
     leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are several frameworks' default. The answers are those of free sampling; it is counted, and said once."""
+    """Several frameworks send them by default. Answers are sampled freely; a metric and one warning say so."""
     for server in serving(leader, sampling=SAMPLING, eos_token_ids=(2,)):
         key = opened(server, leader)
 
@@ -524,17 +533,17 @@ def test_strict_tools_are_taken_in_training_and_change_nothing(
         for strict in (STRICT, STRICT):
             answer(strict)
         assert (alone.content, alone.tool_calls) == (free.content, free.tool_calls)
-        one, same, *others = taken(server, leader, key)
+        one, same, *rest = taken(server, leader, key)
         assert same.response_ids == one.response_ids
-        assert [t.metrics.get("server/strict_ignored") for t in (one, same, *others)] == [3.0, None, None, None]
-    said = [record.message for record in caplog.records if "are not enforced in training" in record.message]
-    assert len(said) == 1 and len(said[0]) < 300
+        assert [t.metrics.get("server/strict_ignored") for t in (one, same, *rest)] == [3.0, None, None, None]
+    warnings = [record.message for record in caplog.records if "are not enforced in training" in record.message]
+    assert len(warnings) == 1 and len(warnings[0]) < 300
 
 
-def test_calls_that_cannot_be_read_are_one_line_and_a_count(
+def test_unreadable_tool_calls_are_logged_in_a_line_and_counted(
     free: OpenAIServer, leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The parser's traceback would otherwise fill the screen of a policy that has not learned to call tools yet."""
+    """Otherwise the parser's tracebacks would fill the screen of a policy that has not learned to call tools."""
     key = opened(free, leader)
     broken = {"structured_outputs": {"choice": ["<tool_call>{"]}}
     for _ in range(2):
@@ -543,29 +552,29 @@ def test_calls_that_cannot_be_read_are_one_line_and_a_count(
         )
         assert answer.choices[0].message.content == "<tool_call>{"
     assert [t.metrics.get("server/unread_calls") for t in taken(free, leader, key)] == [2.0, None]
-    said = [record for record in caplog.records if "parser" in record.name]
-    assert [(record.exc_info, record.message[:36]) for record in said] == [
+    warnings = [record for record in caplog.records if "parser" in record.name]
+    assert [(record.exc_info, record.message[:36]) for record in warnings] == [
         (None, "tool calls of an answer cannot be re")
     ]
 
 
-def test_only_a_servers_own_key_opens_it(free: OpenAIServer, leader: Leader) -> None:
-    own = opened(free, leader)
-    for key, served in (("secret", True), ("wrong", False), (own, True)):
+def test_only_the_servers_key_and_open_trajectories_keys_are_accepted(free: OpenAIServer, leader: Leader) -> None:
+    trajectory_key = opened(free, leader)
+    for key, served in (("secret", True), ("wrong", False), (trajectory_key, True)):
         if served:
             assert client(free, key).models.list().data
         else:
             with pytest.raises(openai.AuthenticationError, match="API key is missing, or is not this server's"):
                 client(free, key).models.list()
     assert httpx.get(f"{root(free)}/health").status_code == 200
-    assert taken(free, leader, own) == []
+    assert taken(free, leader, trajectory_key) == []
     with pytest.raises(openai.AuthenticationError):
-        client(free, own).models.list()
+        client(free, trajectory_key).models.list()
     with pytest.raises(KeyError):
-        taken(free, leader, own)
+        taken(free, leader, trajectory_key)
 
 
-def test_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, leader: Leader) -> None:
+def test_a_sleeping_engine_or_an_update_is_answered_with_503(server: OpenAIServer, leader: Leader) -> None:
     engine, thread = leader.engine, leader.thread
 
     def refusal(**changes: Any) -> str:
@@ -589,7 +598,7 @@ def test_an_engine_that_sleeps_or_is_being_updated_is_503(server: OpenAIServer, 
     assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
 
 
-def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
+def test_an_answer_cut_off_by_sleep_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
     key = opened(free, leader)
     endless = {"ignore_eos": True, "min_tokens": 400}
     chunks = client(free, key).chat.completions.create(
@@ -606,7 +615,7 @@ def test_an_answer_that_sleep_cuts_off_is_an_error_and_not_captured(free: OpenAI
 def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
     servers = serving(leader)
     server = next(servers)
-    # A connection that is kept alive does not keep it from ending.
+    # An idle keep-alive connection does not keep the server from stopping.
     with httpx.Client(base_url=root(server), timeout=60) as http:
         assert http.get("/health").status_code == 200
         assert next(servers, None) is None
@@ -617,12 +626,12 @@ def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
 def test_level_6_any_client_is_a_rollout(leader: Leader, tiny_qwen2: Path) -> None:
     (t,) = episode(leader, tiny_qwen2, ask_twice)
     assert (t.prompt_index, t.sample_index, t.turns, t.reward, t.weight_version) == (3, 1, 2, 0.5, 0)
-    assert episode(leader, tiny_qwen2, ask_twice)[0].response_ids == t.response_ids  # the seed decides
+    assert episode(leader, tiny_qwen2, ask_twice)[0].response_ids == t.response_ids  # the seed decides the answer
     (t,) = episode(leader, tiny_qwen2, ask_once)
     assert (t.turns, t.reward) == (1, 0.0)
 
 
-def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) -> None:
+def test_level_6_a_clients_failure_is_raised_by_its_episode(leader: Leader, tiny_qwen2: Path) -> None:
     for run, error, sentence in (
         (nothing, ValueError, "must use base_url and api_key"),
         (explodes, ZeroDivisionError, "mine"),
@@ -634,8 +643,8 @@ def test_level_6_a_clients_failure_is_its_own(leader: Leader, tiny_qwen2: Path) 
             episode(leader, tiny_qwen2, run, timeout_s=0.3 if run is sleeps else 60)
 
 
-def test_level_6_a_hostile_client_of_each_kind_costs_its_episode_only(leader: Leader, tiny_qwen2: Path) -> None:
-    """All at once, between good ones, which get the tokens that they get without them; and so does one afterwards."""
+def test_level_6_a_hostile_client_fails_only_its_own_episode(leader: Leader, tiny_qwen2: Path) -> None:
+    """Good clients beside hostile ones of all kinds get the tokens that they get without them, and so do later ones."""
     errors = {
         "hangs": (TimeoutError, "the client did not finish within 1 s"),
         "answers late": (TimeoutError, "the client did not finish within 1 s"),
@@ -647,7 +656,7 @@ def test_level_6_a_hostile_client_of_each_kind_costs_its_episode_only(leader: Le
     settings = RolloutSettings(2, SAMPLING, policy_version=0, seed=1, step=2)
 
     async def episodes(*kinds: str) -> list[Any]:
-        """By place: what a good one has sampled, the errors of the others, and what a good one has sampled later."""
+        """Results by place: good clients' answers, hostile ones' errors, and the answers of a later good client."""
         patient, hurried = ClientRollout(hostile, start_server, 60.0), ClientRollout(hostile, start_server, 1.0)
 
         async def one(place: int, kind: str) -> Any:
@@ -657,33 +666,33 @@ def test_level_6_a_hostile_client_of_each_kind_costs_its_episode_only(leader: Le
             return done.response_ids, done.reward
 
         try:
-            found = list(await asyncio.gather(*map(one, range(len(kinds)), kinds), return_exceptions=True))
+            results = list(await asyncio.gather(*map(one, range(len(kinds)), kinds), return_exceptions=True))
             late.set()
-            return [*found, await one(len(kinds), "good")]
+            return [*results, await one(len(kinds), "good")]
         finally:
             await patient.aclose()
             await hurried.aclose()
 
     kinds = ["good", *errors, "good"]
-    found = leader.thread.run(episodes(*kinds), 120, "hostile episodes")
+    results = leader.thread.run(episodes(*kinds), 120, "hostile episodes")
     alone = leader.thread.run(episodes(*["good"] * len(kinds)), 120, "good episodes")
     for place, kind in enumerate([*kinds, "good"]):
         if kind == "good":
-            assert found[place] == alone[place]
+            assert results[place] == alone[place]
         else:
-            assert isinstance(found[place], errors[kind][0]) and errors[kind][1] in str(found[place]), kind
+            assert isinstance(results[place], errors[kind][0]) and errors[kind][1] in str(results[place]), kind
 
 
 SUMS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 
 
-def test_level_6_plays_an_environment_of_verifiers_in_its_own_python(leader: Leader, tiny_qwen2: Path) -> None:
-    """The real package, in the environment that scripts/try_ecosystem.sh makes: its tasks, rewards and metrics."""
+def test_level_6_runs_an_environment_of_verifiers_in_its_own_python(leader: Leader, tiny_qwen2: Path) -> None:
+    """The real package, installed by scripts/try_ecosystem.sh, provides tasks, rewards and metrics."""
     python = ROOT / "runs" / "ecosystem" / "verifiers" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"verifiers is not installed in {python}: run scripts/try_ecosystem.sh")
     env = {"PYTHONPATH": str(ROOT / "scripts" / "ecosystem")}
-    env |= {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}  # uv asks a package index
+    env |= {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}  # for uv's package index
     args = {"taskset": {"size": 3}, "agent": SUMS}
     settings = {"environment": "hotbunk_sums", "args": args, "python": str(python), "workers": 1, "env": env}
     rows = verifiers.rows(settings | {"tasks": 100})
@@ -694,29 +703,29 @@ def test_level_6_plays_an_environment_of_verifiers_in_its_own_python(leader: Lea
 
 
 def statuses(base_url: str, headers: list[dict[str, str]], path: str = "/completions") -> list[int]:
-    """Of good requests for an answer, with one of these headers each."""
+    """Sends a correct request with each of these headers, and returns the statuses."""
     body = {"model": "policy", "prompt": "hi", "max_tokens": 2}
-    return [httpx.post(f"{base_url}{path}", json=body, headers=each, timeout=60).status_code for each in headers]
+    return [httpx.post(f"{base_url}{path}", json=body, headers=header, timeout=60).status_code for header in headers]
 
 
 def test_in_training_only_keys_of_open_trajectories_are_answered(leader: Leader, tiny_qwen2: Path) -> None:
-    """What strangers are told while an episode runs; and that what they ask for neither counts nor harms it."""
-    found: dict[str, list[int]] = {}
+    """Strangers' requests during an episode are refused, are not counted, and do no harm."""
+    by_kind: dict[str, list[int]] = {}
     bearers = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "Basic wrong"}]
 
     def visited(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-        everybodys = f"http://{httpx.URL(base_url).netloc.decode()}/v1"
-        ask_once(everybodys, api_key, model, row)
-        own = {"authorization": f"Bearer {api_key}"}
-        found["strangers"] = statuses(everybodys, [*bearers, {"x-hotbunk-trajectory": "mine"}])
-        found["elsewhere"] = statuses(f"{everybodys[:-3]}/trajectories/{'0' * 32}/v1", [own, {}])
-        found["by header"] = statuses(base_url, [own | {"x-hotbunk-trajectory": key} for key in ("mine", api_key)])
+        open_url = f"http://{httpx.URL(base_url).netloc.decode()}/v1"
+        ask_once(open_url, api_key, model, row)
+        bearer = {"authorization": f"Bearer {api_key}"}
+        by_kind["strangers"] = statuses(open_url, [*bearers, {"x-hotbunk-trajectory": "mine"}])
+        by_kind["elsewhere"] = statuses(f"{open_url[:-3]}/trajectories/{'0' * 32}/v1", [bearer, {}])
+        by_kind["by header"] = statuses(base_url, [bearer | {"x-hotbunk-trajectory": key} for key in ("mine", api_key)])
         ask_once(base_url, api_key, model, row)
-        found["health"] = [httpx.get(f"{everybodys[:-3]}/health").status_code]
+        by_kind["health"] = [httpx.get(f"{open_url[:-3]}/health").status_code]
         return 1.0
 
     trajectories = episode(leader, tiny_qwen2, visited)
-    assert found == {"strangers": [401] * 5, "elsewhere": [404] * 2, "by header": [400] * 2, "health": [200]}
+    assert by_kind == {"strangers": [401] * 5, "elsewhere": [404] * 2, "by header": [400] * 2, "health": [200]}
     assert sum(t.turns for t in trajectories) == 2
 
 
@@ -728,62 +737,62 @@ def test_a_client_that_loses_its_key_fails_its_episode(leader: Leader, tiny_qwen
 
 
 def test_no_request_takes_the_room_of_other_trajectories(strict: OpenAIServer, leader: Leader) -> None:
-    """Three fit: bad requests open none, requests no more than three, and the program's own have room beside them."""
-    own = {"authorization": "Bearer secret"}
+    """Three trajectories fit: bad requests open none, good ones at most three, and the program's have extra room."""
+    bearer = {"authorization": "Bearer secret"}
     bodies = [b"", b"{", b"[]", b"{}", b'{"prompt": 7}', b'{"model": "policy", "prompt": "x", "n": 0}']
-    bodies += [b'{"model": "policy", "prompt": "x", "logprobs": 1000000}']  # which only the engine refuses
-    with httpx.Client(headers=own) as http:
+    bodies += [b'{"model": "policy", "prompt": "x", "logprobs": 1000000}']  # only the engine refuses it
+    with httpx.Client(headers=bearer) as http:
         for i, body in enumerate(bodies):
             key = {"x-hotbunk-trajectory": f"bad {i}", "content-type": "application/json"}
             assert http.post(f"{strict.base_url}/completions", content=body, headers=key).status_code == 400
     assert statuses(strict.base_url, [{"x-hotbunk-trajectory": "a"}]) == [401]
-    assert statuses(strict.base_url, [own | {"x-hotbunk-trajectory": key} for key in "aabcd"]) == [200] * 4 + [429]
+    assert statuses(strict.base_url, [bearer | {"x-hotbunk-trajectory": key} for key in "aabcd"]) == [200] * 4 + [429]
     keys = [opened(strict, leader) for _ in range(3)]
     with pytest.raises(TooManyConversations, match="3 trajectories are being captured"):
         opened(strict, leader)
     both = {"authorization": f"Bearer {keys[0]}", "x-hotbunk-trajectory": "e"}
-    guessed = {"authorization": "Bearer a"}  # the key of a header, which anybody might choose
+    guessed = {"authorization": "Bearer a"}  # the key of a header, which anybody may guess
     assert statuses(strict.base_url, [both, guessed, guessed | {"x-hotbunk-trajectory": "a"}]) == [403, 401, 401]
     assert [sum(t.turns for t in taken(strict, leader, key)) for key in "abc"] == [2, 1, 1]
     assert [taken(strict, leader, key) for key in keys] == [[]] * 3
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_bounds_hold_whatever_json_type_a_number_comes_as(server: OpenAIServer, free: OpenAIServer, path: str) -> None:
-    """vLLM's parser takes "129" and 129.0 for 129; a bound that is looked at before would let them pass."""
+def test_bounds_hold_for_numbers_of_every_json_type(server: OpenAIServer, free: OpenAIServer, path: str) -> None:
+    """vLLM's parser converts "129" and 129.0 to 129, which a check before the parser would not see."""
 
-    def told(server: OpenAIServer, **changes: Any) -> tuple[int, str]:
+    def answer_to(server: OpenAIServer, **changes: Any) -> tuple[int, str]:
         request = {"model": "policy", "prompt": "hi", "messages": QUESTION, "max_tokens": 2} | changes
         request.pop("prompt" if "chat" in path else "messages")
         key = {"authorization": "Bearer secret"}
-        answer = httpx.post(f"{root(server)}{path}", json=request, headers=key, timeout=60)
-        return answer.status_code, answer.json().get("error", {}).get("message", "")
+        response = httpx.post(f"{root(server)}{path}", json=request, headers=key, timeout=60)
+        return response.status_code, response.json().get("error", {}).get("message", "")
 
     for n in (129, 129.0, "129", "1000", 5000, "5000", 16000.0):
-        assert told(free, n=n) == (400, f"n is {int(n)}, but must be at most 128")
+        assert answer_to(free, n=n) == (400, f"n is {int(n)}, but must be at most 128")
     for n in (True, "2", 2.0):
-        assert told(free, n=n)[0] == 200
+        assert answer_to(free, n=n)[0] == 200
     for name in ("max_tokens", *(["max_completion_tokens"] if "chat" in path else [])):
         for tokens in (17, "17", 17.0, 2**40):
             sentence = f"{name} is {int(tokens)}, but answers are trained up to 16 tokens"
-            assert told(server, **{name: tokens}) == (400, sentence)
-        assert told(server, **{name: "16"})[0] == 200
-    assert told(server, use_beam_search="yes")[1].startswith("use_beam_search is set")
-    assert told(server, use_beam_search="no", temperature="0.8", top_p=None)[0] == 200
-    assert told(server, temperature="0.7")[1].startswith("temperature is 0.7, but")
+            assert answer_to(server, **{name: tokens}) == (400, sentence)
+        assert answer_to(server, **{name: "16"})[0] == 200
+    assert answer_to(server, use_beam_search="yes")[1].startswith("use_beam_search is set")
+    assert answer_to(server, use_beam_search="no", temperature="0.8", top_p=None)[0] == 200
+    assert answer_to(server, temperature="0.7")[1].startswith("temperature is 0.7, but")
     for number in (2**64, "18446744073709551616"):
         assert (
-            told(free, stream_interval=number)[1]
+            answer_to(free, stream_interval=number)[1]
             == "stream_interval is 18446744073709551616, which is out of all bounds"
         )
-    assert told(free, best_of=3)[1].startswith("best_of is 3, but")
-    assert told(free, bad_words=["x"] * 5000) == (400, "bad_words has 5000 entries, but may have at most 4096")
+    assert answer_to(free, best_of=3)[1].startswith("best_of is 3, but")
+    assert answer_to(free, bad_words=["x"] * 5000) == (400, "bad_words has 5000 entries, but may have at most 4096")
     if path == "/v1/completions":
         sentence = "9 prompts with n 114 ask for more than 1024 answers: ask in parts"
-        assert told(free, prompt=["hi"] * 9, n="114") == (400, sentence)
+        assert answer_to(free, prompt=["hi"] * 9, n="114") == (400, sentence)
 
 
-def test_a_grammar_that_nothing_fits_is_the_clients_error(free: OpenAIServer) -> None:
+def test_a_grammar_that_no_token_fits_is_the_clients_error(free: OpenAIServer) -> None:
     api = client(free, "secret")
     extra = {"structured_outputs": {"grammar": "root ::= root root"}}
     for stream in (False, True):
@@ -794,8 +803,8 @@ def test_a_grammar_that_nothing_fits_is_the_clients_error(free: OpenAIServer) ->
 
 
 @pytest.mark.parametrize("depth", [500, 900])
-def test_depth_that_vllm_stumbles_over_is_named(server: OpenAIServer, depth: int) -> None:
-    """It is JSON to Python."""
+def test_a_request_nested_too_deeply_for_vllm_is_refused(server: OpenAIServer, depth: int) -> None:
+    """Python's JSON parser accepts this depth."""
     turn = f'{{"role": "user", "content": "1", "x": {"[" * depth}{"]" * depth}}}'
     for path, name in (("/chat/completions", "messages"), ("/messages", "messages"), ("/responses", "input")):
         body = f'{{"model": "policy", "max_tokens": 1, "{name}": [{turn}]}}'
@@ -804,7 +813,7 @@ def test_depth_that_vllm_stumbles_over_is_named(server: OpenAIServer, depth: int
         assert answer.status_code == 200 or answer.json()["error"]["message"] == "the request is nested too deeply"
 
 
-def test_a_page_with_a_foreign_name_gets_nothing_from_loopback(server: OpenAIServer) -> None:
+def test_requests_with_a_foreign_host_are_refused_on_loopback(server: OpenAIServer) -> None:
     port = httpx.URL(server.base_url).port
     for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.e.com", "10.0.0.1"):
         answer = httpx.get(f"{root(server)}/v1/models", headers={"host": host})
@@ -823,8 +832,8 @@ def test_a_page_with_a_foreign_name_gets_nothing_from_loopback(server: OpenAISer
         (b"transfer-encoding: chunked", b"1\r\n{\r\n", 408),
     ],
 )
-def test_a_body_may_be_so_large_and_take_so_long(strict: OpenAIServer, head: bytes, body: bytes, status: int) -> None:
-    """The connection ends with the answer: nobody waits for the rest."""
+def test_a_body_is_limited_in_size_and_time(strict: OpenAIServer, head: bytes, body: bytes, status: int) -> None:
+    """The connection ends with the answer: the server does not wait for the rest."""
     address = ("127.0.0.1", httpx.URL(strict.base_url).port or 0)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(address, timeout=120)) for _ in GOOD]
@@ -841,12 +850,12 @@ HEAD = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """What still comes."""
+    """Receives until the connection is closed."""
     return b"".join(iter(functools.partial(connection.recv, 65536), b""))
 
 
 def connected(server: OpenAIServer, *parts: bytes) -> socket.socket:
-    """A connection over which these have been sent."""
+    """Opens a connection, and sends these parts."""
     connection = socket.create_connection(("127.0.0.1", httpx.URL(server.base_url).port or 0), timeout=60)
     for part in parts:
         connection.sendall(part)
@@ -854,16 +863,17 @@ def connected(server: OpenAIServer, *parts: bytes) -> socket.socket:
 
 
 def answered(connection: socket.socket) -> bool:
-    """Whether models are listed; the answer is read to its end."""
+    """Reads an answer to its end, and tells whether it lists the models."""
     data = b""
     while not data.endswith(b"]}]}"):
         data += connection.recv(65536)
     return data.startswith(b"HTTP/1.1 200")
 
 
-def test_headers_that_do_not_come_end_their_connection_only(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a second request, and where they come drop by drop. Not those between two requests, nor those whose
-    bodies or answers take longer.
+def test_missing_headers_time_out_only_their_own_connection(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for headers of a second request, and for headers that come byte by byte.
+
+    Idle connections between two requests, and slow bodies or answers, are not closed.
     """
     monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
     asked = {"model": "policy", "prompt": "hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -892,7 +902,9 @@ def test_headers_that_do_not_come_end_their_connection_only(leader: Leader, monk
             connection.close()
 
 
-def test_connections_beyond_the_bound_are_told_to_come_again(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_limit_are_told_to_try_again_later(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "CONNECTIONS", 2)
     for server in serving(leader):
         held = [connected(server) for _ in range(2)]
@@ -904,10 +916,10 @@ def test_connections_beyond_the_bound_are_told_to_come_again(leader: Leader, mon
         assert client(server).models.retrieve("policy").id == "policy"
 
 
-def test_hostile_requests_are_answered_with_a_sentence(
+def test_hostile_requests_are_answered_with_one_sentence(
     server: OpenAIServer, free: OpenAIServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """HOTBUNK_HOSTILE_REQUESTS of them (150 by default), always the same; half keep to the server's own schema."""
+    """HOTBUNK_HOSTILE_REQUESTS of them (150 by default) are drawn, always the same; half keep to the schema."""
     count = int(os.environ.get("HOTBUNK_HOSTILE_REQUESTS", "150"))
     before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
     schema = httpx.get(f"{root(server)}/openapi.json").json()
@@ -942,8 +954,8 @@ def test_hostile_requests_are_answered_with_a_sentence(
     print(dict(tally))
 
 
-def test_malformed_requests_are_4xx_and_the_engine_lives(server: OpenAIServer, free: OpenAIServer) -> None:
-    """From the schema to one server, by hand to both: one forgives nothing, the other hands everything on to vLLM."""
+def test_malformed_requests_are_4xx_and_the_engine_survives(server: OpenAIServer, free: OpenAIServer) -> None:
+    """Requests from the schema go to the server that passes all on to vLLM, those written by hand also to the other."""
     before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
     schema = httpx.get(f"{root(server)}/openapi.json").json()
     made, written = list(from_schema(schema)), list(by_hand())

@@ -29,7 +29,7 @@ from generation.trajectory import Trajectory
 from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy, start_engine, stop
 
-POC = {  # the thread's two prompts, and what a model that has understood them says
+POC = {  # the two prompts of verl's thread, and a correct model's call, its result, and the rest of the answer
     "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test": (
         " <function> multiply(3, 302) </function>", "<result>906.0</result>", ". Can I assist with anything else?"
     ),
@@ -49,8 +49,8 @@ STEPS = 160
 
 
 def by_heart(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The three conversations as ids; what a tool says is in them, as context."""
-    texts = [prompt + "".join(said) + "<|im_end|>" for prompt, said in POC.items()]
+    """The three conversations as ids, the tools' results included."""
+    texts = [prompt + "".join(parts) + "<|im_end|>" for prompt, parts in POC.items()]
     texts.append(tokenizer.apply_chat_template(CHAT, tokenize=False))
     return tokenizer(texts)["input_ids"]
 
@@ -62,7 +62,7 @@ def tokenizer(tiny_model: TinyModel) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that knows the conversations by heart."""
+    """A tiny model that has learned the conversations by heart."""
     network = AutoModelForCausalLM.from_pretrained(tiny_model())
     rows = [torch.tensor(ids) for ids in by_heart(tokenizer)]
     inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
@@ -83,6 +83,7 @@ def model(tiny_model: TinyModel, tokenizer: PreTrainedTokenizerBase, tmp_path_fa
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
+    """An engine of that model, at version 0."""
     leader = start_engine(model, max_model_len=320, max_num_seqs=16)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -120,6 +121,7 @@ def run(
     group: int = 1,
     **episodes: Any,
 ) -> list[Trajectory]:
+    """Runs a rollout, in which no trajectory may fail; sorted by prompt and sample."""
     waiting = list(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
@@ -139,18 +141,18 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Token by token what vLLM gives; naming the default or a function that does the same changes nothing.
+    """The tokens are vLLM's; naming the default, or a function that does the same, changes nothing.
 
-    Log-probabilities agree to rounding only: which requests share a forward pass is a matter of when they arrive.
+    Log-probabilities agree only to rounding: arrival times decide which requests share a forward pass.
     """
     prompts, sampling = [chat_prompt(tokenizer), [20, 21]], SamplingSettings(30, stop_token_ids=[2])
 
-    async def own(llm: PolicyLLM, row: dict[str, Any], settings: SamplingSettings) -> Trajectory:
+    async def ask(llm: PolicyLLM, row: dict[str, Any], settings: SamplingSettings) -> Trajectory:
         chat = llm.conversation()
         await chat.sample(settings)
         return chat.trajectory()
 
-    plain, same = (run(leader, tokenizer, f, prompts, sampling, group=3) for f in (one_shot, custom_rollout(own, {})))
+    plain, same = (run(leader, tokenizer, f, prompts, sampling, group=3) for f in (one_shot, custom_rollout(ask, {})))
     assert [(t.response_ids, t.finish_reason) for t in plain] == [(t.response_ids, t.finish_reason) for t in same]
     for one, other in zip(plain, same, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -160,21 +162,21 @@ def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokeni
         assert list(leader.thread.run(request, 60, "vLLM").outputs[0].token_ids) == done.response_ids
 
 
-def test_inline_calls_give_906_and_305(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Stopped at by the engine in the text, answered, gone on; what the tool said is context."""
+def test_inline_calls_get_their_results_of_906_and_305(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The engine stops at a call, the tool answers, and the answer continues; the result is context."""
     inline = inline_rollout(agent(tokenizer, multiply, add))
     results = run(leader, tokenizer, inline, tokenizer(list(POC))["input_ids"])
     for done, (call, result, after) in zip(results, POC.values(), strict=True):
         assert tokenizer.decode(done.response_ids, skip_special_tokens=True) == call + result + after
-        own = [token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask]
-        assert own == tokenizer(call + after + "<|im_end|>")["input_ids"]
+        trained = [token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask]
+        assert trained == tokenizer(call + after + "<|im_end|>")["input_ids"]
         assert done.metrics["tools/calls"] == 1 and done.finish_reason == "stop"
-    # Through the cache of what came before, and with the tool's words in between.
+    # The prefix comes from the cache, and the tool's result is between the sampled tokens.
     check_logprobs(leader, results, temperature=1.0)
 
 
 def check_logprobs(leader: Leader, trajectories: list[Trajectory], temperature: float) -> None:
-    """Of every sampled token, against plain Transformers on the whole sequence at once."""
+    """Every sampled token has the log-probability of plain Transformers on the whole sequence."""
     policy = HfPolicy(leader.engine.settings.model)
     for done in trajectories:
         ids = done.prompt_ids + done.response_ids
@@ -185,13 +187,13 @@ def check_logprobs(leader: Leader, trajectories: list[Trajectory], temperature: 
 
 def test_a_typed_function_is_a_tool(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
     (done,) = run(leader, tokenizer, tool_rollout(agent(tokenizer, calculate)), [chat_prompt(tokenizer)])
-    assert done.prompt_ids + done.response_ids == by_heart(tokenizer)[2][:-1]  # but for the template's last newline
+    assert done.prompt_ids + done.response_ids == by_heart(tokenizer)[2][:-1]  # without the template's last newline
     assert (done.turns, done.metrics["tools/calls"], done.finish_reason) == (2, 1.0, "stop")
     assert tokenizer.decode(done.response_ids[done.answer_start :], skip_special_tokens=True) == "It is 42."
 
 
 class Desk:
-    """Level 3: the same calculator with a memory, which wants to be told the question by itself."""
+    """An environment of level 3: the calculator with a memory, which asks the question itself."""
 
     def reset(self, question: str) -> list[dict[str, str]]:
         self.asked: list[str] = []
@@ -220,10 +222,10 @@ def test_an_environments_methods_are_tools_and_its_rewards_count(
     assert done.turn_rewards == [0.25, 0.25] and done.reward == 1.5
 
 
-def test_several_turns_of_ones_own_have_the_engines_logprobs(
+def test_turns_of_a_custom_rollout_have_the_engines_logprobs(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """At temperature 1.3, with ids that no text encodes to among what was sampled, and two samples of each prompt."""
+    """At temperature 1.3, two samples of each prompt include ids that no text encodes to."""
 
     async def talk(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         chat = llm.conversation()
@@ -237,10 +239,10 @@ def test_several_turns_of_ones_own_have_the_engines_logprobs(
     check_logprobs(leader, results, temperature=1.3)
 
 
-def test_a_tool_that_hangs_costs_its_own_trajectory_an_error(
+def test_a_tool_that_hangs_is_an_error_of_its_trajectory_only(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Sixteen trajectories on one engine meet in a tool: they are all there at once, but for one that never comes."""
+    """Sixteen trajectories on one engine are in a tool at the same time, and one call never returns."""
     meeting = threading.Barrier(15)
     lock, calls = threading.Lock(), [0]
 
@@ -262,7 +264,7 @@ def test_a_tool_that_hangs_costs_its_own_trajectory_an_error(
     assert sum("<tool_response>42</tool_response>" in tokenizer.decode(t.response_ids) for t in results) == 15
 
 
-def test_no_tokenizer_is_loaded_while_rolling_out(
+def test_no_tokenizer_is_loaded_during_a_rollout(
     leader: Leader, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
@@ -271,7 +273,7 @@ def test_no_tokenizer_is_loaded_while_rolling_out(
     assert loaded == []
 
 
-def test_vllms_own_parsers_are_there_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_vllms_tool_parsers_are_found_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
     assert call_parser("hermes", tokenizer) is parse_hermes
     parse = call_parser("pythonic", tokenizer)
     assert parse("[add(x=1, y=2.5)]") == [ToolCall("add", {"x": 1, "y": 2.5})]

@@ -1,4 +1,4 @@
-"""The routes that an engine tells are those it took, and with them the trainer computes what the engine did."""
+"""The routes that an engine reports are those it took, and with them the trainer is closer to the engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ PREEMPTED: list[int] = []
 
 
 class Watched(Engine):
-    """Notes the number of requests that were preempted in each step."""
+    """An engine that records the number of requests preempted in each step."""
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    """In bfloat16, with room for 20 blocks of keys and values: 16 answers that begin a second one do not fit."""
+    """An engine in bfloat16 with room for 20 KV cache blocks: 16 answers that begin a second block do not fit."""
     settings = {"dtype": "bfloat16", "routes": True, "kv_cache_bytes": 20 * BLOCK_BYTES, "max_num_seqs": 16}
     leader = start_engine(model, plain=False, kind=Watched, keyed_noise=True, **settings)
     leader.engine.state.adopt_checkpoint(0)
@@ -69,7 +69,7 @@ def leader(model: Path) -> Iterator[Leader]:
 
 
 def complete(leader: Leader, prompts: list[list[int]], tokens: int) -> list[Generation]:
-    """All at once."""
+    """Samples answers to all prompts at the same time."""
 
     async def run() -> list[Generation]:
         sampling = SamplingSettings(max_tokens=tokens)
@@ -84,7 +84,7 @@ def forget(leader: Leader) -> None:
 
 
 def prefilled(leader: Leader, ids: list[int]) -> np.ndarray:
-    """The rows of a request that computes all of these tokens but the last by itself and at once."""
+    """The routes of a request that prefills all of these ids except the last at once."""
     forget(leader)
     [alone] = complete(leader, [ids[:-1]], 1)
     assert alone.routes is not None and len(alone.routes) == len(ids) - 1
@@ -96,8 +96,8 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [20, 120])
-def test_rows_are_those_of_a_prefill_shared_cached_preempted_or_not(leader: Leader, length: int) -> None:
-    """Of 16 answers to four prompts, and of the second round, whose prompts are in the cache."""
+def test_rows_are_those_of_a_prefill_whether_cached_preempted_or_not(leader: Leader, length: int) -> None:
+    """This holds for 16 answers to four prompts, and for a second round, whose prompts are in the cache."""
     prompts = [random_prompt(length, seed // 4) for seed in range(16)]
     forget(leader)
     PREEMPTED.clear()
@@ -105,23 +105,23 @@ def test_rows_are_those_of_a_prefill_shared_cached_preempted_or_not(leader: Lead
     longer = [g.ids + random_prompt(3, 9) for g in first[::5]]
     second = complete(leader, longer, 10)
     assert (sum(PREEMPTED) > 0) == (length == 120)
-    for found in (*first[::3], *second):
-        assert found.routes is not None and found.routes.dtype == np.uint8
-        assert found.routes.shape == (len(found.ids) - 1, LAYERS, 2)
-        assert np.array_equal(found.routes, prefilled(leader, found.ids))
-    assert len({found.routes.tobytes() for found in first if found.routes is not None}) == 16
+    for answer in (*first[::3], *second):
+        assert answer.routes is not None and answer.routes.dtype == np.uint8
+        assert answer.routes.shape == (len(answer.ids) - 1, LAYERS, 2)
+        assert np.array_equal(answer.routes, prefilled(leader, answer.ids))
+    assert len({answer.routes.tobytes() for answer in first if answer.routes is not None}) == 16
 
 
-def test_tokens_that_others_wrote_have_rows_too(leader: Leader) -> None:
-    """In two turns with a tool's words between; and where a function puts its own trajectory together."""
-    told = random_prompt(5, 3)
+def test_tokens_that_were_not_sampled_have_rows_too(leader: Leader) -> None:
+    """Two turns have a tool's result between them; one trajectory is assembled by the user's function."""
+    tool_ids = random_prompt(5, 3)
 
-    async def own(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
+    async def by_hand_rollout(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
         chat = llm.conversation()
         await chat.sample(sampling)
-        chat.add_ids(told)
+        chat.add_ids(tool_ids)
         await chat.sample(sampling)
-        chat.add_ids(told)
+        chat.add_ids(tool_ids)
         by_hand = llm.trajectory()
         by_hand.extend(chat.response_ids)
         return [chat, by_hand]
@@ -136,7 +136,7 @@ def test_tokens_that_others_wrote_have_rows_too(leader: Leader) -> None:
         async def note(_: Trajectory) -> None:
             pass
 
-        prompts, setup = [random_prompt(9, 1)], EpisodeSetup(own, Tokenizer())  # type: ignore[arg-type]
+        prompts, setup = [random_prompt(9, 1)], EpisodeSetup(by_hand_rollout, Tokenizer())  # type: ignore[arg-type]
         return await rollout(leader.engine, prompts, settings, lambda: left.pop() if left else None, note, setup)
 
     trajectories = leader.thread.run(run(), 60, "a rollout")
@@ -144,26 +144,26 @@ def test_tokens_that_others_wrote_have_rows_too(leader: Leader) -> None:
     for trajectory in trajectories:
         ids = trajectory.prompt_ids + trajectory.response_ids
         assert trajectory.error == "" and trajectory.routes is not None
-        assert len(trajectory.routes) == len(ids) - 1 - len(told)
-        assert np.array_equal(trajectory.routes, prefilled(leader, ids[: -len(told)]))
+        assert len(trajectory.routes) == len(ids) - 1 - len(tool_ids)
+        assert np.array_equal(trajectory.routes, prefilled(leader, ids[: -len(tool_ids)]))
 
 
-def test_an_answer_in_slices_has_the_rows_of_one_that_is_not_cut(leader: Leader) -> None:
-    """The last slice's, whose prompt is all before it."""
+def test_an_answer_in_slices_has_the_rows_of_an_uncut_one(leader: Leader) -> None:
+    """The rows come from the last slice, whose prompt is everything before it."""
 
-    async def uncut(turnstile: Turnstile | None) -> Generation:
+    async def answer(turnstile: Turnstile | None) -> Generation:
         sampling, place = SamplingSettings(max_tokens=40), {"seed": 5, "policy_version": 0}
         return await leader.engine.complete(random_prompt(9, 8), sampling, turnstile=turnstile, **place)  # type: ignore[arg-type]
 
-    whole = leader.thread.run(uncut(None), 60, "an answer")
+    uncut = leader.thread.run(answer(None), 60, "an answer")
     forget(leader)
-    with Episodes(leader, 7, [uncut]) as episodes:
+    with Episodes(leader, 7, [answer]) as episodes:
         [cut] = episodes.results()
-    assert cut == whole and cut.routes is not None and whole.routes is not None
-    assert len(whole.token_ids) > 7 and np.array_equal(cut.routes, whole.routes)
+    assert cut == uncut and cut.routes is not None and uncut.routes is not None
+    assert len(uncut.token_ids) > 7 and np.array_equal(cut.routes, uncut.routes)
 
 
-def test_an_engine_that_cannot_tell_routes_is_refused_before_it_starts(
+def test_an_engine_that_cannot_report_routes_is_refused_before_it_starts(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="on CPU routes are told by the worker extension"):
@@ -176,12 +176,12 @@ def test_an_engine_that_cannot_tell_routes_is_refused_before_it_starts(
         check_routes(on_cuda)
 
 
-def test_a_dense_engine_has_no_routes_to_tell(tiny_qwen2: Path) -> None:
+def test_a_dense_engine_has_no_routes_to_report(tiny_qwen2: Path) -> None:
     with pytest.raises(WorkerError, match="Qwen2ForCausalLM has no routers that tell their choices: set model.routes"):
         start_engine(tiny_qwen2, routes=True)
 
 
-def test_each_of_several_answers_to_a_request_has_its_own(leader: Leader) -> None:
+def test_each_of_several_answers_to_a_request_has_its_own_routes(leader: Leader) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -194,9 +194,10 @@ def test_each_of_several_answers_to_a_request_has_its_own(leader: Leader) -> Non
         assert np.array_equal(answer.routed_experts, prefilled(leader, [*prompt, *answer.token_ids]))
 
 
-def test_with_the_engines_routes_the_trainer_is_nearer_to_it(leader: Leader, model: Path) -> None:
-    """Engine in bfloat16, trainer in float32, where some tokens are routed otherwise: the largest gap falls to a
-    quarter, and the 95th percentile to a half.
+def test_with_the_engines_routes_the_trainer_is_closer_to_it(leader: Leader, model: Path) -> None:
+    """The engine is in bfloat16, the trainer in float32, where some tokens are routed differently.
+
+    The largest gap falls to a quarter or less, and the 95th percentile to a half or less.
     """
     prompts = [random_prompt(12, seed) for seed in range(16)]
     forget(leader)
@@ -204,10 +205,10 @@ def test_with_the_engines_routes_the_trainer_is_nearer_to_it(leader: Leader, mod
     meta = build_meta_model(model, ModelConfig(path=str(model)), torch.float32, torch.device("cpu"))
     routing = Routing(policy, find_routers(meta))
     module = PolicyModule(policy, routing=routing)
-    found = complete(leader, prompts, 100)
-    apart = gaps(lambda batch: outputs(module, batch, 1.0).logprobs, found, routing.format)
+    answers = complete(leader, prompts, 100)
+    gaps_by_replay = gaps(lambda batch: outputs(module, batch, 1.0).logprobs, answers, routing.format)
     _, differ, _ = routing.take_counts()
-    share = differ / (LAYERS * sum(len(answer.ids) - 1 for answer in found))
-    print(f"routed otherwise: {share:.1%}")
+    share = differ / (LAYERS * sum(len(answer.ids) - 1 for answer in answers))
+    print(f"routed differently: {share:.1%}")
     assert share > 0.01
-    assert_replay_helps(apart)
+    assert_replay_helps(gaps_by_replay)

@@ -1,4 +1,4 @@
-"""Level 5 on a real engine: samplers as people write them, ChatLearn modules, logits processors; one engine for all."""
+"""Level 5 on a real engine: samplers as people write them, ChatLearn modules, and logits processors."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ SECONDS = 120.0
 
 
 def scripted(params: Any) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
-    """A logits processor: requests with `extra_args={"say": ids}` say those ids, all others what they like."""
-    said = (params.extra_args or {}).get("say")
-    if said is None:
+    """A logits processor: requests with `extra_args={"say": ids}` get those ids, all others are unchanged."""
+    script = (params.extra_args or {}).get("say")
+    if script is None:
         return None
 
     def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         forced = torch.full_like(logits, -float("inf"))
-        forced[said[min(len(output_ids), len(said) - 1)]] = 0.0
+        forced[script[min(len(output_ids), len(script) - 1)]] = 0.0
         return forced
 
     return force
@@ -46,6 +46,7 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
+    """An engine with that processor, which all tests of this file share."""
     leader = start_engine(model, max_model_len=640, extra=engine_arguments([f"{__file__}:scripted"], v2=False))
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -64,7 +65,7 @@ def settings(group: int = 1, **sampling: Any) -> RolloutSettings:
 
 
 def chats(tokenizer: Any, questions: list[str]) -> list[PromptText]:
-    """Prompts with the messages they were rendered from."""
+    """Prompts, with the messages from which they were rendered."""
     messages = [[{"role": "user", "content": question}] for question in questions]
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -79,6 +80,7 @@ def sample(
     how: RolloutSettings | None = None,
     **limits: float,
 ) -> list[Trajectory]:
+    """Runs a rollout by a sampler, in which every trajectory is scored once."""
     how = how or settings()
     batch = prompt_batch(PROMPTS, [0, 1], tokenizer, how.group_size) if batch is None else batch
     scored: list[Trajectory] = []
@@ -97,16 +99,16 @@ def facade(leader: Leader, tokenizer: Any, how: RolloutSettings | None = None) -
 
 
 def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: float = 1.0) -> None:
-    """What the mask calls sampled has the log-probability of a second pass through plain Transformers."""
+    """Every token that the mask calls sampled has the log-probability of a second pass through plain Transformers."""
     policy = HfPolicy(model)
     for t in trajectories:
-        own = policy.logprobs(t.prompt_ids + t.response_ids, temperature)[len(t.prompt_ids) - 1 :]
-        gaps = [abs(a - b) for a, b, mask in zip(own, t.logprobs, t.loss_mask, strict=True) if mask]
+        expected = policy.logprobs(t.prompt_ids + t.response_ids, temperature)[len(t.prompt_ids) - 1 :]
+        gaps = [abs(a - b) for a, b, mask in zip(expected, t.logprobs, t.loss_mask, strict=True) if mask]
         assert max(gaps) < 1e-4
         assert all(b == 0 for b, mask in zip(t.logprobs, t.loss_mask, strict=True) if not mask)
 
 
-def test_one_shot_samples_what_the_default_samples(leader: Leader, tokenizer: Any) -> None:
+def test_one_shot_samples_the_tokens_of_the_default(leader: Leader, tokenizer: Any) -> None:
     how = settings(group=3)
     waiting = [0, 1]
 
@@ -114,14 +116,14 @@ def test_one_shot_samples_what_the_default_samples(leader: Leader, tokenizer: An
 
     default = rollout(leader.engine, PROMPTS, how, lambda: waiting.pop(0) if waiting else None, ignore)
     expected = sorted(leader.thread.run(default, SECONDS, "a rollout"), key=lambda t: (t.prompt_index, t.sample_index))
-    found = sample(leader, tokenizer, OneShotRolloutSampler(), how=how)
-    assert [t.response_ids for t in found] == [t.response_ids for t in expected]
-    assert [(t.prompt_index, t.sample_index) for t in found] == [(p, s) for p in (0, 1) for s in range(3)]
-    assert [t.finish_reason for t in found] == [t.finish_reason for t in expected]
+    trajectories = sample(leader, tokenizer, OneShotRolloutSampler(), how=how)
+    assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
+    assert [(t.prompt_index, t.sample_index) for t in trajectories] == [(p, s) for p in (0, 1) for s in range(3)]
+    assert [t.finish_reason for t in trajectories] == [t.finish_reason for t in expected]
 
 
 class ThreeCalls:
-    """Seed 001's class, with its blanks filled in."""
+    """The sampler of verl's thread with its blanks filled in."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -139,9 +141,9 @@ class ThreeCalls:
 
 
 def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(leader: Leader, tokenizer: Any, model: Path) -> None:
-    found = sample(leader, tokenizer, ThreeCalls(), chats(tokenizer, ["hi", "and you?", "hi"]))
-    assert_on_policy(model, found)
-    for t in found:
+    trajectories = sample(leader, tokenizer, ThreeCalls(), chats(tokenizer, ["hi", "and you?", "hi"]))
+    assert_on_policy(model, trajectories)
+    for t in trajectories:
         assert t.turns == 3
         assert "look" in tokenizer.decode(t.prompt_ids)
         masked = [i for i, mask in zip(t.response_ids, t.loss_mask, strict=True) if not mask]
@@ -149,7 +151,7 @@ def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(leader: Leader
         assert between.count("<tool_response>") == 2
         assert [f"result {turn}" in between for turn in (0, 1)] == [True, True]
         assert 3 <= sum(t.loss_mask) <= 36
-    assert found[0].response_ids != found[2].response_ids  # equal questions, seeds of their own
+    assert trajectories[0].response_ids != trajectories[2].response_ids  # equal questions have different seeds
 
 
 def add(a: int, b: int) -> int:
@@ -158,7 +160,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> None:
-    """Each conversation is made to call a function in every turn: well, unknown, and not readable."""
+    """Conversations are made to call a known function, an unknown one, something unreadable, or nothing."""
     texts = [
         '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>',
         '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
@@ -168,44 +170,44 @@ def test_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> N
 
     class Scripted(FnCallRolloutSampler):
         def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
-            own = []
+            scripts = []
             for text in texts:
                 params = sampling_params.clone()
                 params.extra_args = {"say": [*tokenizer.encode(text), tokenizer.eos_token_id]}
-                own.append(params)
+                scripts.append(params)
             plain = llm.chat
-            llm.chat = lambda messages, sampling_params, **options: plain(messages, own[: len(messages)], **options)
+            llm.chat = lambda messages, sampling_params, **options: plain(messages, scripts[: len(messages)], **options)
             return super().__call__(llm, prompts, sampling_params)
 
     how = settings(max_tokens=80)
-    found = sample(leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), how)
-    replies = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in found]
+    done = sample(leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), how)
+    replies = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in done]
     assert "42" in replies[0]
     assert "Error: Unknown function sub" in replies[1]
     assert "Error: the tool call is not valid JSON" in replies[2]
     assert replies[3] == ""
-    assert [t.turns for t in found] == [2, 2, 2, 1]
-    assert [t.metrics.get("tools/calls", 0) for t in found] == [1, 1, 1, 0]
-    assert [t.metrics.get("tools/errors", 0) for t in found] == [0, 1, 1, 0]
-    assert [t.error for t in found] == [""] * 4
+    assert [t.turns for t in done] == [2, 2, 2, 1]
+    assert [t.metrics.get("tools/calls", 0) for t in done] == [1, 1, 1, 0]
+    assert [t.metrics.get("tools/errors", 0) for t in done] == [0, 1, 1, 0]
+    assert [t.error for t in done] == [""] * 4
 
 
 class TrlEnvironment:
-    """What TRL expects of an environment: completion ids, not outputs."""
+    """An environment as TRL defines it: it returns completion ids, not outputs."""
 
     def generate(self, llm: Any, prompts: Any, sampling_params: Any) -> list[list[int]]:
         outputs = llm.generate(prompts, sampling_params)
         return [o.outputs[0].token_ids for o in outputs]
 
 
-def test_an_environment_that_returns_ids(leader: Leader, tokenizer: Any) -> None:
+def test_an_environment_may_return_ids(leader: Leader, tokenizer: Any) -> None:
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
-    found = sample(leader, tokenizer, make_sampler(TrlEnvironment), how=settings(group=2))
-    assert [t.response_ids for t in found] == [t.response_ids for t in expected]
+    trajectories = sample(leader, tokenizer, make_sampler(TrlEnvironment), how=settings(group=2))
+    assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
 
 
 class Texts:
-    """A coroutine that asks in plain text, and goes on with the text of the answer."""
+    """A coroutine that prompts with plain text, and continues the text of the answer."""
 
     async def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         first = await llm.generate_async(prompts, sampling_params)
@@ -213,23 +215,25 @@ class Texts:
         return await llm.generate_async(second, sampling_params)
 
 
-def test_a_coroutine_that_deals_in_texts(leader: Leader, tokenizer: Any, model: Path) -> None:
-    """The tiny model samples bytes that are no text: decoded and encoded again they would be others."""
-    found = sample(leader, tokenizer, Texts(), how=settings(group=4))
-    assert_on_policy(model, found)
+def test_a_coroutine_may_prompt_with_texts_without_losing_exact_ids(
+    leader: Leader, tokenizer: Any, model: Path
+) -> None:
+    """The tiny model samples bytes that are not text, which would change if they were decoded and encoded again."""
+    trajectories = sample(leader, tokenizer, Texts(), how=settings(group=4))
+    assert_on_policy(model, trajectories)
     once = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=4))
-    assert [t.turns for t in found] == [2] * 8
-    assert [t.response_ids[: len(o.response_ids)] for t, o in zip(found, once, strict=True)] == [
+    assert [t.turns for t in trajectories] == [2] * 8
+    assert [t.response_ids[: len(o.response_ids)] for t, o in zip(trajectories, once, strict=True)] == [
         o.response_ids for o in once
     ]
 
 
-def test_a_processor_works_on_the_requests_that_ask_for_it(leader: Leader, tokenizer: Any) -> None:
+def test_a_processor_applies_to_the_requests_that_ask_for_it(leader: Leader, tokenizer: Any) -> None:
     llm = facade(leader, tokenizer)
     scripts = [[40, 41, 42, 43], None, [50, 51]]
     params = [llm.sampling_params.clone() for _ in scripts]
-    for own, script in zip(params, scripts, strict=True):
-        own.extra_args = None if script is None else {"say": script}
+    for request_params, script in zip(params, scripts, strict=True):
+        request_params.extra_args = None if script is None else {"say": script}
     asked = [list(o.outputs[0].token_ids) for o in llm.generate([PROMPTS[0]] * 3, params)]
     plain = [list(o.outputs[0].token_ids) for o in facade(leader, tokenizer).generate([PROMPTS[0]] * 3)]
     assert asked[0] == [40, 41, 42, *[43] * 9]
@@ -238,13 +242,15 @@ def test_a_processor_works_on_the_requests_that_ask_for_it(leader: Leader, token
 
 
 class OldProcessors:
+    """A sampler that passes logits processors with the request, as older versions of vLLM allowed."""
+
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         from vllm import SamplingParams
 
         return llm.generate(prompts, SamplingParams(logits_processors=[lambda ids, scores: scores], max_tokens=200))
 
 
-def test_processors_given_with_a_request_name_the_new_way(leader: Leader, tokenizer: Any) -> None:
+def test_processors_passed_with_a_request_are_refused_with_a_remedy(leader: Leader, tokenizer: Any) -> None:
     for sampler in (
         OldProcessors(),
         lambda llm, prompts, params: llm.generate(prompts, {"logits_processors": [print]}),
@@ -255,7 +261,7 @@ def test_processors_given_with_a_request_name_the_new_way(leader: Leader, tokeni
         assert "name a class or factory in the recipe, engine.logits_processors" in errors.pop()
 
 
-def test_parameters_are_changed_for_a_block_and_put_back(leader: Leader, tokenizer: Any) -> None:
+def test_parameters_are_changed_within_a_block_and_restored(leader: Leader, tokenizer: Any) -> None:
     llm = facade(leader, tokenizer)
     before = llm.sampling_params
     with pytest.raises(ZeroDivisionError), llm.update_sampling_params(max_tokens=3, temperature=0.0):
@@ -267,15 +273,15 @@ def test_parameters_are_changed_for_a_block_and_put_back(leader: Leader, tokeniz
         pass
 
 
-def test_one_bad_prompt_does_not_lose_the_others(leader: Leader, tokenizer: Any) -> None:
+def test_a_bad_prompt_does_not_affect_the_others(leader: Leader, tokenizer: Any) -> None:
     batch = prompt_batch([PROMPTS[0], [10**6], [5] * 700, PROMPTS[1]], range(4), tokenizer, 1)
-    found = sample(leader, tokenizer, OneShotRolloutSampler(), batch)
-    assert [bool(t.error) for t in found] == [False, True, True, False]
-    assert "700 tokens" in found[2].error
+    trajectories = sample(leader, tokenizer, OneShotRolloutSampler(), batch)
+    assert [bool(t.error) for t in trajectories] == [False, True, True, False]
+    assert "700 tokens" in trajectories[2].error
 
 
 class Endless:
-    """A tool that says ever more; asks until nothing is answered."""
+    """A sampler whose prompts grow until the context is full."""
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         ids = [list(p.token_ids) for p in prompts]
@@ -286,7 +292,7 @@ class Endless:
             ids = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *[30] * 40] for o in outputs]
 
 
-def test_the_context_ends_the_episode_and_not_the_run(leader: Leader, tokenizer: Any) -> None:
+def test_a_full_context_ends_the_episode_but_not_the_run(leader: Leader, tokenizer: Any) -> None:
     for t in sample(leader, tokenizer, Endless()):
         assert (t.finish_reason, t.error) == ("length", "")
         assert t.loss_mask[-1] == 1
@@ -307,10 +313,10 @@ def test_judging_calls_may_be_greedy_but_are_not_trained_on(leader: Leader, toke
     assert [t.turns for t in sample(leader, tokenizer, judged)] == [1, 1]
     with pytest.raises(ValueError, match=r"result 0 was not sampled as training asks: temperature is 0\.0"):
         sample(leader, tokenizer, greedy)
-    assert sample(leader, tokenizer, greedy, how=settings(temperature=0.0))  # evaluation, where it is what is asked
+    assert sample(leader, tokenizer, greedy, how=settings(temperature=0.0))  # evaluation may be greedy
 
 
-def test_a_late_sampler_is_given_up(leader: Leader, tokenizer: Any) -> None:
+def test_a_sampler_that_exceeds_its_time_is_abandoned(leader: Leader, tokenizer: Any) -> None:
     ended: list[str] = []
 
     def late(llm: Any, prompts: Any, sampling_params: Any) -> Any:
@@ -328,8 +334,8 @@ def test_a_late_sampler_is_given_up(leader: Leader, tokenizer: Any) -> None:
     assert ended == ["this rollout is over: its llm samples nothing any more"]
 
 
-class VLLMPolicyInference(VLLMModule):
-    """Seed 003's class, its blanks filled in as its text tells, for the vLLM of today."""
+class FilledInPolicy(VLLMModule):
+    """The class of ChatLearn's page with its blanks filled in as the text says, for today's vLLM."""
 
     def setup(self) -> None:
         self.model = get_model(self.model_provider, self.model_args)
@@ -366,8 +372,8 @@ MODULE = {
 }
 
 
-def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
-    module = VLLMPolicyInference(MODULE, facade(leader, tokenizer))
+def test_the_example_of_chatlearns_page_runs(leader: Leader, tokenizer: Any) -> None:
+    module = FilledInPolicy(MODULE, facade(leader, tokenizer))
     module.setup()
     rows = module.build_dataset(["one", "three"])
     answers = module.generate(rows)
@@ -375,7 +381,7 @@ def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
         (r["prompt"], r["input_ids"]) for r in rows for _ in (0, 1)
     ]
     for number, (_, _, completion) in enumerate(answers):
-        assert len(completion.token_ids) == len(completion.logprobs) == 10  # whatever EOS was sampled
+        assert len(completion.token_ids) == len(completion.logprobs) == 10  # EOS is ignored
         assert completion.index == number % 2
         assert isinstance(completion.logprobs[0][completion.token_ids[0]].logprob, float)
     assert answers[0][2].token_ids != answers[1][2].token_ids
@@ -387,8 +393,8 @@ def test_the_example_of_the_page_runs(leader: Leader, tokenizer: Any) -> None:
     assert len(outputs[0].prompt_logprobs) == len(rows[0]["input_ids"])
 
 
-def test_prompt_logprobs_are_whole_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
-    module = VLLMPolicyInference(MODULE | {"n": 1, "seq_length": 256}, facade(leader, tokenizer))
+def test_prompt_logprobs_are_complete_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
+    module = FilledInPolicy(MODULE | {"n": 1, "seq_length": 256}, facade(leader, tokenizer))
     row = module.build_dataset(["a prompt that is longer than a block of the cache, so that it can be cached " * 2])[0]
     first, second = (module.execute_step(row)[0] for _ in range(2))
     assert len(second.prompt_logprobs) == len(row["input_ids"])
@@ -401,23 +407,23 @@ def test_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokeniz
     assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), how=how), temperature=0.7)
 
 
-def test_a_module_samples_for_training_as_any_sampler(leader: Leader, tokenizer: Any) -> None:
+def test_a_module_samples_for_training_like_any_sampler(leader: Leader, tokenizer: Any) -> None:
     sizes = {"seq_length": 64, "max_new_tokens": 12}
     expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
     module = make_sampler(VLLMModule, {"model_args": sizes | {"temperature": 1.0, "n": 2}})
     for _ in range(2):
-        found = sample(leader, tokenizer, module, how=settings(group=2))
-        assert [t.response_ids for t in found] == [t.response_ids for t in expected]
-        texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd") for t in found]
-        assert [t.decoded for t in found] == texts  # vLLM waits for a character's last byte
-    textless = {t.error for t in sample(leader, tokenizer, VLLMPolicyInference(sizes))}
+        trajectories = sample(leader, tokenizer, module, how=settings(group=2))
+        assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
+        texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd") for t in trajectories]
+        assert [t.decoded for t in trajectories] == texts  # vLLM waits for a character's last byte
+    textless = {t.error for t in sample(leader, tokenizer, FilledInPolicy(sizes))}
     assert len(textless) == 1 and "not a mapping whose str_outputs has 2 texts" in textless.pop()
     with pytest.raises(ValueError, match="not sampled as training asks: temperature is 0.5 instead of 1.0"):
         sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 0.5}))
 
 
-def test_a_modules_requests_stop_and_go_on_as_it_says_in_training(leader: Leader, tokenizer: Any) -> None:
-    """Against the same answers without its hyper-parameters: each of them changes where an answer ends."""
+def test_a_modules_stop_settings_apply_in_training(leader: Leader, tokenizer: Any) -> None:
+    """Each hyper-parameter changes where an answer ends, compared with the same answers without it."""
     how = settings(group=8, stop_token_ids=[2], max_tokens=40)
     sizes = {"seq_length": 64, "max_new_tokens": 40}
     plain = sample(leader, tokenizer, VLLMModule(sizes), how=how)
@@ -447,7 +453,7 @@ def test_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
         assert len(first["all_tokens"]) == 6
         assert all(len(mask) == len(ids) for mask, ids in zip(first["loss_mask"], first["all_tokens"], strict=True))
         again, later = (module.generate([rows[0], rows[1]], iteration=i) for i in (0, 1))
-        assert again["all_tokens"] == first["all_tokens"]  # the seed decides, and the iteration
+        assert again["all_tokens"] == first["all_tokens"]  # the seed and the iteration decide
         assert later["all_tokens"] != first["all_tokens"]
         config = module._own.engine.llm.vllm_config  # type: ignore[union-attr]
         assert config.cache_config.block_size == 32

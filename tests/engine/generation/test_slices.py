@@ -1,7 +1,7 @@
-"""Answers that are cut into slices on real engines: the tokens of answers that are not, each with its version.
+"""Answers cut into slices on real engines have the tokens of uncut answers, each with its version.
 
-Weights are packed, as by default: with plain ones, log-probabilities agree to rounding only, cut or not, whenever
-requests share forward passes in another way.
+Weights are packed, as by default: with plain ones, log-probabilities agree only to rounding, cut or not, when requests
+share forward passes in other ways.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def both(tiny_qwen2: Path) -> Iterator[Colocated]:
-    """A policy of version 0 and an engine, asleep, of no version."""
+    """A policy of version 0, and an engine that is asleep and without a version."""
     with Colocated(tiny_qwen2, plain=False, max_model_len=CONTEXT, keyed_noise=True) as both:
         both.manager.sleep()
         yield both
@@ -45,7 +45,7 @@ def both(tiny_qwen2: Path) -> Iterator[Colocated]:
 
 @pytest.fixture(scope="module")
 def leaders(tiny_qwen2: Path) -> Iterator[dict[str, Leader]]:
-    """Engines of the same weights, of which one has no prefix cache, and less room than eight answers need."""
+    """Engines with the same weights; one has no prefix cache, and less room than eight answers need."""
     small: dict[str, Any] = {"kv_cache_bytes": 1 << 18, "extra": {"enable_prefix_caching": False, "block_size": 32}}
     settings: dict[str, dict[str, Any]] = {
         "float32": {},
@@ -53,8 +53,8 @@ def leaders(tiny_qwen2: Path) -> Iterator[dict[str, Leader]]:
         "no cache": small | {"max_model_len": 160},
     }
     leaders = {
-        name: start_engine(tiny_qwen2, plain=False, **({"max_model_len": CONTEXT, "keyed_noise": True} | own))
-        for name, own in settings.items()
+        name: start_engine(tiny_qwen2, plain=False, **({"max_model_len": CONTEXT, "keyed_noise": True} | options))
+        for name, options in settings.items()
     }
     for leader in leaders.values():
         leader.engine.state.adopt_checkpoint(0)
@@ -63,21 +63,24 @@ def leaders(tiny_qwen2: Path) -> Iterator[dict[str, Leader]]:
         stop(leader)
 
 
-def answer(leader: Leader, prompt: list[int], sampling: SamplingSettings = SAMPLED, **own: Any) -> Episode[Generation]:
-    """An answer with a seed of its prompt's."""
+def answer(leader: Leader, prompt: list[int], sampling: SamplingSettings = SAMPLED, **more: Any) -> Episode[Generation]:
+    """An episode that samples one answer, with a seed that depends on the prompt."""
 
     async def episode(turnstile: Turnstile | None) -> Generation:
         place = {"seed": 90 + len(prompt), "policy_version": 0, "turnstile": turnstile}
-        return await leader.engine.complete(prompt, sampling, **(place | own))
+        return await leader.engine.complete(prompt, sampling, **(place | more))
 
     return episode
 
 
 def answers(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Episode[Generation]]:
+    """An episode for each of PROMPTS."""
     return [answer(leader, prompt, sampling) for prompt in PROMPTS]
 
 
 def uncut(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Generation]:
+    """Samples an answer to each of PROMPTS without slices."""
+
     async def go() -> list[Generation]:
         return list(await asyncio.gather(*(episode(None) for episode in answers(leader, sampling))))  # type: ignore[arg-type]
 
@@ -87,47 +90,48 @@ def uncut(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Generati
 @pytest.mark.parametrize(
     ("name", "temperature"), [("float32", 1.0), ("bfloat16", 1.0), ("no cache", 1.0), ("float32", 0.0)]
 )
-def test_an_answer_in_slices_is_the_one_that_is_not_cut(
+def test_an_answer_in_slices_is_the_uncut_one_bit_for_bit(
     leaders: dict[str, Leader], name: str, temperature: float
 ) -> None:
-    """Bit for bit, log-probabilities included: with a prefix cache and without, and where vLLM runs out of room."""
+    """Log-probabilities are equal, too, with a prefix cache and without, and when vLLM runs out of room."""
     leader = leaders[name]
-    whole = uncut(leader, replace(SAMPLED, temperature=temperature))
-    assert max(len(each.token_ids) for each in whole) == 80 > min(len(each.token_ids) for each in whole)
+    expected = uncut(leader, replace(SAMPLED, temperature=temperature))
+    assert max(len(one.token_ids) for one in expected) == 80 > min(len(one.token_ids) for one in expected)
     for tokens in (1, 7, 64):
         with Episodes(leader, tokens, answers(leader, replace(SAMPLED, temperature=temperature))) as episodes:
-            assert episodes.results() == whole
+            assert episodes.results() == expected
         assert episodes.slices.opening == -(-80 // tokens)
 
 
-def test_answers_that_lost_their_place_in_the_cache_are_counted(leaders: dict[str, Leader]) -> None:
+def test_preempted_answers_are_counted(leaders: dict[str, Leader]) -> None:
     assert uncut(leaders["no cache"]) == uncut(leaders["float32"])
     assert leaders["no cache"].engine.preemptions > 0
     assert leaders["float32"].engine.preemptions == 0
 
 
-def test_an_answer_goes_on_after_a_sleep_and_on_another_engine(both: Colocated, leaders: dict[str, Leader]) -> None:
-    """The same tokens: first in one batch, each slice with the weights sent anew; then by itself, elsewhere."""
-    whole, other = uncut(leaders["float32"]), leaders["no cache"]
+def test_an_answer_continues_after_a_sleep_and_on_another_engine(both: Colocated, leaders: dict[str, Leader]) -> None:
+    """The tokens are equal, first in one batch with weights sent before each slice, then alone on another engine."""
+    results, other = uncut(leaders["float32"]), leaders["no cache"]
     with Episodes(both.leader, 7, answers(both.leader)) as episodes:
         for _ in range(3):
             with both.manager.generation_shift(both.policy):
                 assert episodes.one_slice()
             assert both.leader.engine.state.version is None
         kept = [turnstile.unfinished for turnstile in episodes.turnstiles]
-        stored = [each and json.loads(json.dumps(asdict(each))) for each in kept]
+        stored = [part and json.loads(json.dumps(asdict(part))) for part in kept]
         with both.manager.generation_shift(both.policy):
-            assert episodes.results() == whole
-    assert [len(each["token_ids"]) for each in stored if each] == [21] * sum(len(each.token_ids) > 21 for each in whole)
-    for expected, own in reversed(list(zip(whole, stored, strict=True))):
-        if own is not None:
-            episode = answer(other, own["prompt_ids"], unfinished=Unfinished(**own))
+            assert episodes.results() == results
+    longer = sum(len(result.token_ids) > 21 for result in results)
+    assert [len(part["token_ids"]) for part in stored if part] == [21] * longer
+    for expected, saved in reversed(list(zip(results, stored, strict=True))):
+        if saved is not None:
+            episode = answer(other, saved["prompt_ids"], unfinished=Unfinished(**saved))
             with Episodes(other, 11, [episode]) as alone:
                 assert alone.results() == [expected]
 
 
 def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
-    """The log-probabilities of each segment are the trainer's own by its version's weights, and by no other's."""
+    """A segment's log-probabilities are the trainer's with the weights of its version, and not with others."""
     states, policy = dict[int, dict[str, Any]](), both.policy
     with Episodes(both.leader, 20, answers(both.leader)) as episodes:
         for version in (0, 1, 1, 2):  # two slices of version 1
@@ -137,27 +141,27 @@ def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
             with both.manager.generation_shift(policy):
                 episodes.one_slice(version)
         done = episodes.results(2)
-    assert max(len(each.token_ids) for each in done) == 80
-    for each in done:
-        segments = [(0, 0), (1, 20), (2, 60)][: 1 + sum(len(each.token_ids) > start for start in (20, 60))]
-        assert (each.versions, each.weight_version) == (segments, segments[-1][0])
+    assert max(len(result.token_ids) for result in done) == 80
+    for result in done:
+        segments = [(0, 0), (1, 20), (2, 60)][: 1 + sum(len(result.token_ids) > start for start in (20, 60))]
+        assert (result.versions, result.weight_version) == (segments, segments[-1][0])
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for version, state in reversed(states.items()):
         policy.model.load_state_dict(state)
         policy.version = version
-        for each in done:
-            own = policy.logprobs(each.ids)[len(each.prompt_ids) - 1 :]
-            sampled_by = [max(v for v, start in each.versions if start <= i) for i in range(len(own))]
-            for mine, theirs, by in zip(own, each.logprobs, sampled_by, strict=True):
+        for result in done:
+            expected = policy.logprobs(result.ids)[len(result.prompt_ids) - 1 :]
+            sampled_by = [max(v for v, start in result.versions if start <= i) for i in range(len(expected))]
+            for mine, theirs, by in zip(expected, result.logprobs, sampled_by, strict=True):
                 gaps[by == version].append(abs(mine - theirs))
     assert max(gaps[True]) < 1e-5
     assert sum(gap > 1e-2 for gap in gaps[False]) > 0.9 * len(gaps[False])
 
 
 def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> None:
-    """By its budget, counted once; by a token that ends it and is the last of a slice; by the end of the context."""
+    """It ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
     leader, small = leaders["float32"], leaders["no cache"]
-    long = next(each for each in uncut(leader) if len(each.token_ids) == 80)
+    long = next(one for one in uncut(leader) if len(one.token_ids) == 80)
     stop_at = next(i for i in range(5, 80) if long.token_ids[i] not in long.token_ids[:i])
     stopped = replace(SAMPLED, stop_token_ids=[long.token_ids[stop_at]])
     filled = [20 + i % 50 for i in range(150)]
@@ -173,18 +177,18 @@ def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> 
         assert done == engine.thread.run(answer(engine, prompt, sampling)(None), 60, "an answer")  # type: ignore
 
 
-def test_answers_without_a_turnstile_pass_by_the_gate(leaders: dict[str, Leader]) -> None:
-    """An evaluation while others are parked, and nothing may pass."""
+def test_answers_without_a_turnstile_ignore_the_gate(leaders: dict[str, Leader]) -> None:
+    """An evaluation runs while others are parked and the gate is closed."""
     leader = leaders["float32"]
-    whole = uncut(leader)
+    expected = uncut(leader)
     with Episodes(leader, 7, answers(leader)) as episodes:
         parked = episodes.one_slice()
-        assert uncut(leader) == whole
+        assert uncut(leader) == expected
         assert (episodes.slices.parked, episodes.slices.opening, episodes.slices.version) == (parked, 1, None)
-        assert episodes.results() == whole
+        assert episodes.results() == expected
 
 
-def test_what_could_lie_across_a_cut_is_refused(leaders: dict[str, Leader]) -> None:
+def test_stop_conditions_that_could_lie_across_a_cut_are_refused(leaders: dict[str, Leader]) -> None:
     leader = leaders["float32"]
     with Episodes(leader, 5, [answer(leader, [5], replace(SAMPLED, stop=["ab"]))]) as episodes:
         with pytest.raises(ValueError, match="can lie across a cut"):
@@ -219,26 +223,26 @@ def test_what_could_lie_across_a_cut_is_refused(leaders: dict[str, Leader]) -> N
 
 
 def test_carried_prompts_may_be_more_than_a_step_holds(leaders: dict[str, Leader]) -> None:
-    """On CPU vLLM would cut a prompt in two where it may, and die of it."""
+    """On a CPU, vLLM would split a prompt, and then fail."""
     leader = leaders["float32"]
     prompts = [[14 + i % 50, *[20 + (i + j) % 50 for j in range(90 + i)]] for i in range(48)]
     assert sum(map(len, prompts)) > 2048 == leader.engine.llm.vllm_config.scheduler_config.max_num_batched_tokens
     short = replace(SAMPLED, max_tokens=12)
     with Episodes(leader, 12, [answer(leader, prompt, short) for prompt in prompts]) as episodes:
-        whole = episodes.results()
+        expected = episodes.results()
     with Episodes(leader, 5, [answer(leader, prompt, short) for prompt in prompts]) as episodes:
-        assert episodes.results() == whole
+        assert episodes.results() == expected
 
 
 STOPPING = SamplingSettings(60, stop_token_ids=list(range(2, 200, 8)))
-"""Answers of some eight tokens, at random."""
+"""Settings for answers of about eight tokens, ended at random."""
 
 
 class Kit:
-    """Rollouts of four turns, whatever the policy says, and how often their tools have run."""
+    """Rollouts of four turns at every level, independent of the policy's words, which count their tool calls."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.calls, self.said = 0, list[Any]()
+        self.calls, self.seen = 0, list[Any]()
         agent = Agent(ToolRunner(ToolLimits(), tokenizer), lambda _: [ToolCall("look")], 4)
         kit = self
 
@@ -255,8 +259,8 @@ class Kit:
                 kit.calls += 1
                 return "seen"
 
-        async def own(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
-            """Two conversations of four turns; the second's trajectory is put together by hand."""
+        async def custom(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
+            """Has two conversations of four turns; the second's trajectory is assembled by hand."""
 
             async def talk() -> Any:
                 chat = llm.conversation()
@@ -278,10 +282,10 @@ class Kit:
                         {"logprobs": True, "top_logprobs": 2} if turn == 1 else {"n": 1 + turn % 2}
                     )
                     answer = await api.chat.completions.create(model=model, messages=messages, **options)
-                    self.said.append([(c.message.content, c.logprobs and c.logprobs.content) for c in answer.choices])
+                    self.seen.append([(c.message.content, c.logprobs and c.logprobs.content) for c in answer.choices])
                     messages += [answer.choices[0].message, {"role": "user", "content": await look()}]
                 stream = await api.chat.completions.create(model=model, messages=messages, stream=True)
-                self.said.append("".join([part.choices[0].delta.content or "" async for part in stream]))
+                self.seen.append("".join([part.choices[0].delta.content or "" async for part in stream]))
             return 0.5
 
         self.client = ClientRollout(client, start_server)
@@ -289,12 +293,12 @@ class Kit:
             1: one_shot,
             2: tool_rollout(replace(agent, tools=tools_by_name([make_tool(look)]))),
             3: environment_rollout(Room, {}, agent),
-            4: custom_rollout(own, {}),
+            4: custom_rollout(custom, {}),
             6: self.client,
         }
 
 
-def test_a_tool_that_hangs_ends_by_its_own_time_out(leaders: dict[str, Leader], tiny_qwen2: Path) -> None:
+def test_a_tool_that_hangs_ends_by_its_time_out_between_slices(leaders: dict[str, Leader], tiny_qwen2: Path) -> None:
     leader, tokenizer = leaders["float32"], AutoTokenizer.from_pretrained(tiny_qwen2)
     settings = RolloutSettings(2, STOPPING, policy_version=0, seed=1, step=2)
 
@@ -311,14 +315,14 @@ def test_a_tool_that_hangs_ends_by_its_own_time_out(leaders: dict[str, Leader], 
         return await run_episode(function, llm, {})
 
     with Episodes(leader, 5, [episode, *answers(leader)]) as episodes:
-        [done], *others = episodes.results()
-    assert others == uncut(leader)
+        [done], *rest = episodes.results()
+    assert rest == uncut(leader)
     assert (done.error, done.turns, done.metrics["tools/errors/timeout"]) == ("", 3, 2)
     assert tokenizer.decode(done.response_ids).count("hang took longer than 0.3 s") == 2
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4, 6])
-def test_rollouts_are_the_same_in_slices_and_call_their_tools_as_often(
+def test_rollouts_in_slices_are_the_same_and_call_tools_as_often(
     leaders: dict[str, Leader], tiny_qwen2: Path, level: int
 ) -> None:
     leader, tokenizer = leaders["float32"], AutoTokenizer.from_pretrained(tiny_qwen2)
@@ -329,8 +333,8 @@ def test_rollouts_are_the_same_in_slices_and_call_their_tools_as_often(
             ids, messages = [5, 6 + place], [{"role": "user", "content": "?"}]
             llm = PolicyLLM(leader.engine, tokenizer, settings, place, 1, ids, messages, turnstile=turnstile)
             done = await run_episode(kit.functions[level], llm, {"question": f"{place} + 2?"})
-            for each in done:
-                each.metrics.pop("tools/seconds", None)
+            for trajectory in done:
+                trajectory.metrics.pop("tools/seconds", None)
             return done
 
         return run
@@ -339,12 +343,12 @@ def test_rollouts_are_the_same_in_slices_and_call_their_tools_as_often(
         return [await episode(kit, place)(None) for place in range(3)]  # type: ignore[arg-type]
 
     plain, cut = Kit(tokenizer), Kit(tokenizer)
-    whole = leader.thread.run(one_by_one(plain), 120, "episodes")
+    expected = leader.thread.run(one_by_one(plain), 120, "episodes")
     with Episodes(leader, 5, [episode(cut, place) for place in range(3)]) as episodes:
-        assert episodes.results() == whole
+        assert episodes.results() == expected
         assert episodes.slices.opening > 4
-    assert not [each.error for done in whole for each in done if each.error]
+    assert not [trajectory.error for done in expected for trajectory in done if trajectory.error]
     assert (plain.calls > 8 or level == 1) and cut.calls == plain.calls
-    assert sorted(map(str, cut.said)) == sorted(map(str, plain.said))
+    assert sorted(map(str, cut.seen)) == sorted(map(str, plain.seen))
     for kit in (plain, cut):
         leader.thread.run(kit.client.aclose(), 60, "stopping the server")

@@ -1,4 +1,4 @@
-"""The programs that docs/engines.md puts together by hand, with a tiny model."""
+"""Runs the programs that docs/engines.md writes by hand, with a tiny model."""
 
 import json
 import os
@@ -18,13 +18,14 @@ TRAINED = "[parameter.data.mul_(1 + 0.5 * step) for _, parameter in actor.named_
 
 
 def code_with(call: str) -> str:
-    """The program of the page that has this call."""
+    """The page's program that contains this call."""
     page = (ROOT / "docs" / "engines.md").read_text()
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if call in code)
     return code
 
 
 def printed_by(code: str, model: Path, folder: Path) -> str:
+    """Runs a program beside a run's folder with this model; returns what it prints."""
     (folder / "runs" / "arithmetic").mkdir(parents=True)
     (folder / "runs" / "arithmetic" / "model").symlink_to(model)
     (folder / "by_hand.py").write_text(code)
@@ -35,8 +36,8 @@ def printed_by(code: str, model: Path, folder: Path) -> str:
     return done.stdout
 
 
-def test_parts_put_together_by_hand_train_and_agree(tiny_qwen2: Path, tmp_path: Path) -> None:
-    """Each step's answers are sampled by the policy that scores them."""
+def test_the_pages_loop_trains_and_its_parts_agree(tiny_qwen2: Path, tmp_path: Path) -> None:
+    """In each step, answers are sampled by the policy that scores them."""
     printed = printed_by(code_with("micro_batches("), tiny_qwen2, tmp_path)
     steps = re.findall(rf"^(\d) (\d) .*'loss': ({NUMBER}), 'gap': ({NUMBER})", printed, re.MULTILINE)
     assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], printed
@@ -45,7 +46,7 @@ def test_parts_put_together_by_hand_train_and_agree(tiny_qwen2: Path, tmp_path: 
 
 @pytest.mark.parametrize("call", ["update_weights_via_ipc_zmq(", "update_weights_from_collective("])
 def test_a_policy_updates_nemo_rls_engines(call: str, tiny_qwen2: Path, tmp_path: Path) -> None:
-    """Where the page says `train here`, weights are changed; plain Transformers, changed alike, answers the same."""
+    """Weights change where the page says `train here`; plain Transformers with the same changes answers the same."""
     code = code_with(call)
     assert code.count("\n") < 40
     code, changes = re.subn(r"# train here.*", TRAINED, code)

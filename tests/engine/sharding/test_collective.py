@@ -1,4 +1,4 @@
-"""Weights for engines apart from the trainer: broadcast to two real ones, read from a folder; and what goes wrong."""
+"""Weights for engines apart from the trainer: broadcast to two real engines, read from a folder, and failures."""
 
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -24,12 +24,12 @@ from tests.support.colocated import HfPolicy, start_engine, stop
 from tests.support.nemo_worker import NemoWorker
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
-PROMPT = [20 + i for i in range(40)]  # several blocks of the prefix cache
+PROMPT = [20 + i for i in range(40)]  # longer than several blocks of the prefix cache
 SETTINGS = SyncSettings("full", bucket_bytes=1 << 16, timeout=30)
 
 
 class Apart:
-    """A policy in this process, and two engines that know of it only what comes over the group."""
+    """A policy in this process, and two engines that share only the weights group with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,6 +46,7 @@ class Apart:
         return [leader.thread.submit(action(leader.engine)) for leader in self.engines]
 
     def join(self, settings: SyncSettings) -> CollectiveSender:
+        """Makes a sender, and has both engines join its group."""
         world_size, ranks = engine_ranks(2, 1)
         sender = CollectiveSender(self.source(), torch.device("cpu"), settings, workers=2)
         calls = [
@@ -67,14 +68,14 @@ class Apart:
         self.sender.send(self.policy.version, self.update())
 
     def gaps(self) -> list[float]:
-        """Each engine's log-probabilities against plain Transformers'."""
+        """The largest difference of each engine's log-probabilities from plain Transformers'."""
         gaps = []
         for leader in self.engines:
             sampling = SamplingSettings(max_tokens=24)
             request = leader.engine.complete(PROMPT, sampling, seed=1, policy_version=self.policy.version)
             sampled = leader.thread.run(request, 60, "a completion")
-            own = self.policy.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
-            gaps.append(max(abs(a - b) for a, b in zip(own, sampled.logprobs, strict=True)))
+            expected = self.policy.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
+            gaps.append(max(abs(a - b) for a, b in zip(expected, sampled.logprobs, strict=True)))
         return gaps
 
 
@@ -95,7 +96,7 @@ def test_broadcast_weights_are_the_policys_on_every_engine(apart: Apart) -> None
 
 
 def fail(apart: Apart, seconds: float = 30.0) -> str:
-    """The error of an update that must fail: on the trainer, on both engines, and neither has a version afterwards."""
+    """Makes an update that must fail on the trainer and on both engines, and leave no version; returns the error."""
     calls = apart.update(seconds)
     with pytest.raises(RemoteError) as caught:
         apart.sender.send(apart.policy.version + 1, calls)
@@ -107,7 +108,7 @@ def fail(apart: Apart, seconds: float = 30.0) -> str:
 
 
 def replace_parameter(apart: Apart, patch: pytest.MonkeyPatch, old: str, changes: dict[str, Any]) -> None:
-    """Have the sender announce and send one weight under another name, in another shape, or not at all."""
+    """Makes the sender announce and send a weight under another name, in another shape, or not at all."""
     parameters = []
     for parameter in apart.sender._update.parameters:
         if parameter.name != old:
@@ -127,7 +128,7 @@ def replace_parameter(apart: Apart, patch: pytest.MonkeyPatch, old: str, changes
     ],
     ids=["renamed", "missing", "wrong-shape", "wrong-dtype"],
 )
-def test_a_weight_that_does_not_fit_ends_the_update_on_all_and_the_next_repairs_it(
+def test_a_weight_that_does_not_fit_fails_the_update_on_all_engines(
     apart: Apart, name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +136,7 @@ def test_a_weight_that_does_not_fit_ends_the_update_on_all_and_the_next_repairs_
         error = fail(apart)
     assert message in error
     assert "weights rank" in error
-    apart.send()  # through the same group
+    apart.send()  # the next update repairs it through the same group
     assert max(apart.gaps()) < 1e-4
 
 
@@ -150,8 +151,8 @@ def test_a_weight_that_comes_twice_or_not_at_all_is_an_error(apart: Apart, extra
     assert parameters[-1].name in error
 
 
-def test_one_workers_refusal_is_everybodys_error_and_names_it(apart: Apart) -> None:
-    """Only the second engine was promised something else; the first, which loaded all, may not keep it."""
+def test_the_refusal_of_one_worker_fails_all_and_names_it(apart: Apart) -> None:
+    """Only the second engine expects another name; the first loads everything, and may not keep it."""
     info = apart.sender.refit_info()
     shape, dtype = info.pop("model.norm.weight")
     second = apart.engines[1]
@@ -168,7 +169,7 @@ def test_one_workers_refusal_is_everybodys_error_and_names_it(apart: Apart) -> N
 
 
 def test_weights_of_an_iterator_are_sent_once_and_cannot_be_compared(apart: Apart) -> None:
-    """The first engine keeps weights as they are sent, so that others would be compared with it."""
+    """The first engine keeps weights as they are sent, so a source that can be read twice would be compared with it."""
     apart.policy.randomise(apart.policy.version + 50)
     stream = StreamSource(apart.sender.refit_info(), apart.policy.model.named_parameters())
     with pytest.MonkeyPatch.context() as patch:
@@ -192,17 +193,17 @@ def test_a_wrong_byte_on_the_way_is_found_by_digests(apart: Apart) -> None:
         patch.setattr(apart.sender._update.source, "gather_into", flipped)
         patch.setattr(Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)])
         error = fail(apart)
-    assert {"bucket", "finish"} < set(kinds) and "compare" not in kinds, "digests find it, without a second send"
+    assert {"bucket", "finish"} < set(kinds) and "compare" not in kinds, "digests must find it, without a second send"
     assert "the worker on weights rank 1 does not hold what was sent: model.norm.weight differ" in error
 
 
-def test_memory_is_bounded_by_two_buckets_and_nothing_stays(apart: Apart) -> None:
+def test_memory_is_bounded_by_two_buckets_and_does_not_grow(apart: Apart) -> None:
     apart.send()
     largest = max(parameter.nbytes for parameter in apart.sender._update.parameters)
     report = apart.sender.send(apart.policy.version, apart.update())
     assert report.staging_bytes <= 2 * max(SETTINGS.bucket_bytes, largest + 512)
     once = BucketPlan(apart.sender._update.parameters, SETTINGS.bucket_bytes).nbytes
-    assert (report.nbytes, report.verified) == (once, "full"), "compared by digests, not by sending it again"
+    assert (report.nbytes, report.verified) == (once, "full"), "must be compared by digests, not sent again"
     resident = []
     for _ in range(10):
         apart.sender.send(apart.policy.version, apart.update())
@@ -221,7 +222,7 @@ def test_engine_and_trainer_agree_on_names_shapes_and_dtypes(apart: Apart) -> No
         assert differences(on_disk, answer["weights"]) == []
 
 
-def test_joining_twice_changes_nothing_and_wrong_places_are_named(apart: Apart) -> None:
+def test_joining_twice_changes_nothing_and_wrong_ranks_are_named(apart: Apart) -> None:
     engine, thread = apart.engines[0].engine, apart.engines[0].thread
     sender = apart.sender
 
@@ -233,7 +234,7 @@ def test_joining_twice_changes_nothing_and_wrong_places_are_named(apart: Apart) 
 
     assert ready() == [True]
     join(0, sender.port, 3)
-    apart.send()  # the group is the one it was
+    apart.send()  # the group has not changed
     second, second_thread = apart.engines[1].engine, apart.engines[1].thread
     with pytest.raises(RuntimeError, match=r"rank 1 of the weights group is taken by pid \d+"):
         second_thread.run(second.init_collective_async(0, sender.ip, sender.port, 3, 1, 2.0), 30, "joining")
@@ -250,13 +251,13 @@ def test_joining_twice_changes_nothing_and_wrong_places_are_named(apart: Apart) 
     assert max(apart.gaps()) < 1e-4
 
 
-def test_a_silent_engine_ends_the_update_by_its_deadline_and_a_new_group_repairs_it(apart: Apart) -> None:
+def test_a_silent_engine_ends_the_update_and_a_new_group_repairs_it(apart: Apart) -> None:
     apart.sender.close()
     apart.sender = apart.join(SyncSettings("off", 1 << 16, timeout=2.0))
     first = apart.engines[0]
     call = first.thread.submit(first.engine.update_weights_from_collective_async(30.0))
     with pytest.raises(RemoteError, match="no answer from the worker on weights rank 2 within 2 s"):
-        apart.sender.send(apart.policy.version + 1, [call])  # nobody has told the second engine
+        apart.sender.send(apart.policy.version + 1, [call])  # the second engine has not been called
     with pytest.raises(RuntimeError, match="weights rank 2"):
         call.result(60)
     with pytest.raises(RemoteError, match="make a new CollectiveSender"):
@@ -269,7 +270,7 @@ def test_a_silent_engine_ends_the_update_by_its_deadline_and_a_new_group_repairs
     assert max(apart.gaps()) < 1e-4
 
 
-def test_an_engine_waits_for_a_silent_trainer_no_longer_than_it_was_told(apart: Apart) -> None:
+def test_an_engine_gives_up_a_silent_trainer_at_its_deadline(apart: Apart) -> None:
     for call in apart.update(1.0):
         with pytest.raises(RuntimeError, match=r"message from the trainer.* within 1 s|gave up"):
             call.result(60)
@@ -279,7 +280,7 @@ def test_an_engine_waits_for_a_silent_trainer_no_longer_than_it_was_told(apart: 
     apart.send()
 
 
-def test_weights_from_a_folder_are_the_policys_or_an_error(apart: Apart, tmp_path: Path) -> None:
+def test_weights_from_a_folder_are_the_policys_or_raise(apart: Apart, tmp_path: Path) -> None:
     def load() -> list[Future[Any]]:
         return apart.call(lambda engine: engine.load_weights_from_storage_async(str(tmp_path)))
 
@@ -289,7 +290,7 @@ def test_weights_from_a_folder_are_the_policys_or_an_error(apart: Apart, tmp_pat
         writer.write(apart.policy.version)
         for call in load():
             call.result(60)
-        assert max(apart.gaps()) < 1e-4  # at the version that the folder says
+        assert max(apart.gaps()) < 1e-4  # at the folder's version
     slot = tmp_path / "slot-1"
     slot.write_bytes(slot.read_bytes()[:-9999])
     for call in load():
@@ -302,8 +303,8 @@ def test_weights_from_a_folder_are_the_policys_or_an_error(apart: Apart, tmp_pat
     assert max(apart.gaps()) < 1e-4
 
 
-def test_a_killed_engine_ends_the_update_on_all(apart: Apart) -> None:
-    """The last test of this file: it leaves one engine."""
+def test_a_killed_engine_ends_the_update_on_all_engines(apart: Apart) -> None:
+    """This test is the file's last, since it leaves only one engine."""
     first, second = apart.engines
     gather, calls = apart.sender._update.source.gather_into, []
 
@@ -327,6 +328,6 @@ def test_a_killed_engine_ends_the_update_on_all(apart: Apart) -> None:
 
 
 def pid_of(leader: Any) -> int:
-    """The worker's process, which says its number in every error."""
+    """The process id of the worker, which every error names."""
     (answer,) = leader.thread.run(leader.engine.call_workers("prepare_refit_info", {"w": [[1], "int8"]}), 30, "a look")
     return int(answer["error"].split("(pid ")[1].split(")")[0])

@@ -1,4 +1,4 @@
-"""Adapters on a real engine: sent alone they change what it says as PEFT does, and what does not fit is named."""
+"""Adapters on a real engine: sent alone they change log-probabilities as PEFT does, and wrong ones are named."""
 
 import asyncio
 import tempfile
@@ -33,7 +33,7 @@ PROMPT = [14, 50, 77, 120, 9]
 
 @pytest.fixture(scope="module")
 def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
-    """An engine that applies adapters, and one that knows of none; forked, as there is no process group yet."""
+    """An engine that applies adapters, and one without; they are forked, as there is no process group yet."""
     leaders = start_engine(tiny_qwen2, lora_rank=LORA.rank, keyed_noise=True), start_engine(tiny_qwen2)
     yield leaders
     for leader in leaders:
@@ -42,7 +42,7 @@ def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leader]:
-    """Large enough that more than one in twenty tokens is routed otherwise in bfloat16."""
+    """An engine large enough that bfloat16 routes more than one in twenty tokens differently."""
     folder = make_tiny_model(
         tmp_path_factory.mktemp("mixture"), architecture="qwen3_moe", tied=False, layers=4, experts=16
     )
@@ -58,7 +58,7 @@ def policy(tiny_qwen2: Path, leaders: tuple[Leader, Leader], mixture: Leader, on
 
 @torch.no_grad()
 def learn(policy: FsdpPolicy, seed: int, scale: float = 0.2) -> None:
-    """Random adapters, B not 0, and the next version."""
+    """Gives the adapters random values, B not 0, and the next version."""
     generator = torch.Generator().manual_seed(seed)
     for factor in factors(policy.model).values():
         factor.to_local().copy_(torch.randn(factor.shape, generator=generator) * scale)
@@ -67,23 +67,23 @@ def learn(policy: FsdpPolicy, seed: int, scale: float = 0.2) -> None:
 
 @contextmanager
 def manager(leader: Leader, policy: FsdpPolicy, source: WeightSource, alone: bool) -> Iterator[ShardingManager]:
-    """Buckets far smaller than the adapter."""
+    """A manager with buckets far smaller than the adapter."""
     adapter = adapter_format(policy.model, LORA) if alone else None
     with tempfile.TemporaryDirectory(prefix="hotbunk-test-") as folder:
-        made = ShardingManager(
+        shifts = ShardingManager(
             source, policy.device, SyncSettings("full", 1 << 14, 60), Path(folder), leader=leader, adapter=adapter
         )
-        made.connect()
+        shifts.connect()
         try:
-            yield made
+            yield shifts
         finally:
-            made.close()
+            shifts.close()
 
 
 def peft_logprobs(
     policy: FsdpPolicy, base: Path, folder: Path, token_ids: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Of `token_ids[1:]`, from PEFT alone and the exported adapter: with it, and of the base."""
+    """Log-probabilities of `token_ids[1:]` from PEFT with the exported adapter, and from the base model."""
     save_adapter(policy.model, LORA, str(base), folder)
     model = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
@@ -100,11 +100,12 @@ def peft_logprobs(
 
 
 def largest(first: list[float], second: list[float]) -> float:
+    """The largest absolute difference."""
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, base: Path, folder: Path) -> None:
-    """Two versions, each against PEFT; the same prompt, whose cache the second must not find."""
+    """Two versions agree with PEFT on the same prompt, whose cached prefix the second must not use."""
     for seed in (1, 2):
         learn(policy, seed)
         with shifts.generation_shift(policy):
@@ -119,7 +120,7 @@ def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, ba
         assert largest(sampled.logprobs, adapted[len(PROMPT) - 1 :]) < 1e-4
 
 
-def test_an_adapter_alone_is_what_peft_says(
+def test_an_adapter_sent_alone_gives_pefts_log_probabilities(
     leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
     leader, _ = leaders
@@ -127,30 +128,30 @@ def test_an_adapter_alone_is_what_peft_says(
         shifts.sleep()
         check_shifts(shifts, leader, policy, tiny_qwen2, tmp_path)
         assert shifts.report.verified == "probe"
-        assert shifts.report.nbytes < 100_000, "the adapter, not the model"
+        assert shifts.report.nbytes < 100_000, "only the adapter may be sent"
         held = leader.thread.run(leader.engine.llm.list_loras(), 60, "the adapters held")
-        assert held == [2], "one, and never a number twice"
+        assert held == [2], "one adapter, whose number is never reused"
         with shifts.generation_shift(policy):
             check_slices(leader, policy.version)
     check_prefix_mismatch(leader, policy)
 
 
 def check_slices(leader: Leader, version: int) -> None:
-    """An answer of the adapter's is the same in slices: its prefix in the cache is the adapter's, too."""
+    """An answer with the adapter is the same in slices: its cached prefix belongs to the adapter, too."""
 
     async def answer(turnstile: Turnstile | None) -> Generation:
         settings = SamplingSettings(max_tokens=60)
         return await leader.engine.complete(PROMPT, settings, seed=5, policy_version=version, turnstile=turnstile)
 
-    whole = leader.thread.run(answer(None), 60, "a completion")
+    uncut = leader.thread.run(answer(None), 60, "a completion")
     with Episodes(leader, 7, [answer]) as episodes:
         (cut,) = episodes.results(version)
-    assert (cut.token_ids, cut.finish_reason, cut.versions) == (whole.token_ids, whole.finish_reason, [(version, 0)])
-    assert cut.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    assert (cut.token_ids, cut.finish_reason, cut.versions) == (uncut.token_ids, uncut.finish_reason, [(version, 0)])
+    assert cut.logprobs == pytest.approx(uncut.logprobs, abs=1e-4)
 
 
 def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
-    """Names as vLLM has them in no module: a silent base model elsewhere."""
+    """Names that vLLM has in no module raise; elsewhere such adapters silently have no effect."""
     wrong = FsdpWeightSource(
         list(factors(policy.model).items()),
         torch.float32,
@@ -163,7 +164,7 @@ def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
         leader.engine.state.usable_version()
 
 
-def test_merged_copies_are_what_peft_says(
+def test_merged_copies_give_pefts_log_probabilities(
     leaders: tuple[Leader, Leader], policy: FsdpPolicy, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
     _, leader = leaders
@@ -173,25 +174,26 @@ def test_merged_copies_are_what_peft_says(
         assert shifts.report.verified == "full"
 
 
-def test_adapters_on_a_mixtures_attention_are_merged_with_the_engines_routes(mixture: Leader, one_rank: None) -> None:
-    """Engine in bfloat16 and trainer in float32, which is nearer to it by its routes."""
+def test_adapters_on_a_mixture_are_merged_and_replay_the_engines_routes(mixture: Leader, one_rank: None) -> None:
+    """The engine is in bfloat16, and the float32 trainer is closer to it with its routes."""
     lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model = ModelConfig(path=mixture.engine.settings.model, routes="engine")
     policy = FsdpPolicy(model, PolicyConfig(dtype="float32"), torch.device("cpu"), lora=lora)
     assert policy.routing is not None
-    found: list[Generation] = []
+    sampled: list[Generation] = []
     with manager(mixture, policy, weight_source(policy, torch.bfloat16), alone=False) as shifts:
         shifts.sleep()
         for seed in (1, 2):
-            learn(policy, seed, scale=0.05)  # larger ones round so coarsely that routes matter less
+            learn(policy, seed, scale=0.05)  # with larger ones, rounding would hide the effect of routes
             with shifts.generation_shift(policy):
-                found = mixture.thread.run(answers(mixture, policy.version), 60, "answers")
+                sampled = mixture.thread.run(answers(mixture, policy.version), 60, "answers")
         assert shifts.report.verified == "full" and shifts.report.unreplayable == {}
-    apart = gaps(lambda batch: policy.score([batch], 1.0)[0].logprobs, found, policy.routing.format)
-    assert_replay_helps(apart)
+    gaps_by_replay = gaps(lambda batch: policy.score([batch], 1.0)[0].logprobs, sampled, policy.routing.format)
+    assert_replay_helps(gaps_by_replay)
 
 
 async def answers(leader: Leader, version: int) -> list[Generation]:
+    """Samples 16 answers at the same time."""
     settings, prompts = SamplingSettings(max_tokens=100), [[14, 50, 77, n] for n in range(120, 136)]
     calls = [leader.engine.complete(p, settings, seed=n, policy_version=version) for n, p in enumerate(prompts)]
     return await asyncio.gather(*calls)

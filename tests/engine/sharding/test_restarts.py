@@ -1,4 +1,4 @@
-"""An engine that dies is started again in its place, and answers as if nothing had happened."""
+"""An engine that dies is restarted in its place, and answers as if nothing had happened."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -30,35 +30,39 @@ SAMPLING = SamplingSettings(max_tokens=24)
 
 
 def answer(both: Colocated) -> Generation:
-    """What a whole shift gives."""
+    """Makes a whole shift, and samples an answer in it."""
     with both.manager.generation_shift(both.policy):
         assert both.manager.report.verified == "full"
         return both.complete(PROMPT, SAMPLING)
 
 
 def asleep(both: Colocated, kill: Callable[[], None]) -> None:
+    """Kills the engine while it sleeps."""
     kill()
     both.manager.wake(both.policy)
 
 
 def in_the_update(both: Colocated, kill: Callable[[], None]) -> None:
+    """Kills the engine during an update."""
     gather = both.source.gather_into
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(both.source, "gather_into", lambda *given: (gather(*given), kill()))
+        patch.setattr(both.source, "gather_into", lambda *arguments: (gather(*arguments), kill()))
         both.manager.wake(both.policy)
 
 
 def in_a_rollout(both: Colocated, kill: Callable[[], None]) -> None:
+    """Kills the engine while it answers."""
     both.manager.wake(both.policy)
     engine = both.leader.engine
     call = engine.complete(PROMPT, SamplingSettings(max_tokens=200), seed=1, policy_version=both.policy.version)
     answering = both.leader.thread.submit(call)
     kill()
     assert type(answering.exception(60)).__name__ == "EngineDeadError"
-    raise RemoteError("as Pool raises it on all ranks")
+    raise RemoteError("raised on all ranks, as by Pool")
 
 
 def falling_asleep(both: Colocated, kill: Callable[[], None]) -> None:
+    """Kills the engine as it goes to sleep."""
     both.manager.wake(both.policy)
     kill()
     both.manager.sleep()
@@ -70,20 +74,20 @@ def restart(both: Colocated) -> None:
 
 
 def die_and_come_back(both: Colocated, dying: Callable[[Colocated, Callable[[], None]], None]) -> None:
-    """With the same answer from weights that were sent whole; of the dead nothing is left."""
+    """A restarted engine gives the same answer from weights sent whole, and nothing is left of the dead one."""
     both.policy.randomise(both.policy.version + 7)
     expected = answer(both)
     assert both.leader.thread.run(both.leader.engine.death(), 20, "asking") == ""
     processes = both.leader.engine._processes
 
     def kill(process: psutil.Process = processes[0]) -> None:
-        with suppress(psutil.NoSuchProcess):  # it is called once a bucket
+        with suppress(psutil.NoSuchProcess):  # called once a bucket
             process.kill()
 
     with pytest.raises(RemoteError):
         dying(both, kill)
-    told = both.leader.thread.run(both.leader.engine.death(), 20, "asking")
-    assert f"process {processes[0].pid} has ended" in told
+    reason = both.leader.thread.run(both.leader.engine.death(), 20, "asking")
+    assert f"process {processes[0].pid} has ended" in reason
     restart(both)
     assert not any(process.is_running() and process.status() != "zombie" for process in processes)
     assert answer(both) == expected
@@ -102,7 +106,7 @@ def both(tiny_model: TinyModel, request: pytest.FixtureRequest) -> Iterator[Colo
     shared_memory.assert_none_left(before)
 
 
-def test_an_engine_that_is_killed_anywhere_answers_as_before_when_restarted(
+def test_an_engine_killed_at_any_time_answers_as_before_once_restarted(
     both: Colocated, request: pytest.FixtureRequest
 ) -> None:
     ways = [asleep, in_a_rollout, falling_asleep]
@@ -111,8 +115,9 @@ def test_an_engine_that_is_killed_anywhere_answers_as_before_when_restarted(
 
 
 class Desks:
-    """Environments whose tool comes back once all trajectories are in it; when `kill` is set, which is called then, it
-    comes back from every other one only.
+    """Environments whose tool returns once all trajectories are in it.
+
+    If `kill` is set, it is called at that moment, and the tool then returns in every second environment only.
     """
 
     def __init__(self, count: int) -> None:
@@ -121,7 +126,7 @@ class Desks:
         desks = self
 
         class Desk:
-            """The environment."""
+            """The environment of one trajectory."""
 
             def reset(self) -> None:
                 desks.opened += 1
@@ -145,17 +150,17 @@ class Desks:
         self.environment = Desk
 
     def rolled_out(self, pool: Pool, prompts: list[Prompt], settings: RolloutSettings) -> dict[Any, Any]:
-        """By prompt and sample, what was sampled."""
+        """Runs a rollout; what each trajectory sampled, by prompt and sample."""
         self.inside, self.opened, self.closed, self.all_in = 0, 0, 0, asyncio.Event()
         answers = pool.run(prompts, settings, Terms(60))
         assert len(answers) == self.opened == self.closed == self.count
-        told = {(a.prompt_index, a.sample_index): a.trajectory for a in answers}
-        assert len(told) == self.count and all(t and not t.error and t.turns == 2 for t in told.values())
-        return {place: (t.response_ids, t.loss_mask, t.metrics["tools/calls"]) for place, t in told.items() if t}
+        ended = {(a.prompt_index, a.sample_index): a.trajectory for a in answers}
+        assert len(ended) == self.count and all(t and not t.error and t.turns == 2 for t in ended.values())
+        return {place: (t.response_ids, t.loss_mask, t.metrics["tools/calls"]) for place, t in ended.items() if t}
 
 
 @pytest.mark.parametrize("both", [False], indirect=True, ids=["staged"])
-def test_of_64_trajectories_in_tools_as_their_engine_dies_none_is_lost_or_doubled(
+def test_no_trajectory_in_a_tool_is_lost_or_doubled_when_its_engine_dies(
     both: Colocated,
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(both.leader.engine.settings.model)
@@ -165,7 +170,7 @@ def test_of_64_trajectories_in_tools_as_their_engine_dies_none_is_lost_or_double
     level: Any = SimpleNamespace(function=function, image_rules=None, messages=lambda prompts: None)
     pool = Pool(both.leader, tokenizer, rewards, HashStore(), level)
     prompts = [Prompt(n, (*PROMPT, n), {}) for n in range(16)]
-    ends = [*range(0, both.policy.model.config.vocab_size, 2)]  # an answer that is cut off calls nothing
+    ends = [*range(0, both.policy.model.config.vocab_size, 2)]  # an answer without an end would call no tool
     settings = RolloutSettings(4, SamplingSettings(40, stop_token_ids=ends), both.policy.version, seed=1, step=1)
     with both.manager.generation_shift(both.policy):
         expected = desks.rolled_out(pool, prompts, settings)

@@ -1,10 +1,10 @@
-"""The weight path on a real engine: what arrives is what was sent, or somebody says which weight is not.
+"""The weight path on a real engine: the weights that arrive are those sent, or the wrong one is named.
 
-Each family of models goes from one rank into one engine here, plain and packed. From how many ranks it comes, no engine
-can see: what one, two and four ranks of FSDP2 and ZeRO-3 send is the checkpoint, byte for byte, for each family
-(test_policy.py, test_hsdp.py, test_deepspeed.py). How an engine shares it out to its workers does not depend on that
-either; test_reach.py has each family shared out to two workers by two and four ranks, whole engines of two workers are
-in test_collective_ranks.py (from four ranks and one) and test_run.py (from two).
+Here each family of models goes from one rank to one engine, plain and packed. An engine cannot see from how many ranks
+weights come: one, two and four ranks of FSDP2 and ZeRO-3 send the checkpoint, byte for byte, for each family
+(test_policy.py, test_hsdp.py, test_deepspeed.py). How an engine distributes weights to its workers does not depend on
+that either: test_reach.py has two workers and two or four ranks for each family, and whole engines of two workers are
+in test_collective_ranks.py (from four ranks and from one) and test_run.py (from two).
 """
 
 import copy
@@ -33,13 +33,13 @@ MODELS = [
     ("deepseek_v2", False),
 ]
 REPROCESSED = {"deepseek_v2": {"kv_b_proj"}}
-"""Modules that vLLM re-processes whatever `plain` says: it keeps products of MLA's weights."""
+"""Modules that vLLM re-processes even if `plain`: it keeps products of MLA's weights."""
 PROMPT = [14, 50, 77, 120, 9]
 
 
 @pytest.mark.parametrize(("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS])
 def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: bool, tmp_path: Path) -> None:
-    """Of weights that are replaced where they are, and of packed ones, which vLLM reloads layer by layer."""
+    """This holds for weights replaced in place, and for packed ones, which vLLM reloads layer by layer."""
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
     greedy = [synced(folder, architecture, plain, tmp_path / "trained") for plain in (True, False)]
     _copy_tokenizer(folder, tmp_path / "trained")
@@ -56,11 +56,11 @@ def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: b
 
 
 def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Generation:
-    """The greedy answer of an engine that was sent random weights twice, which are saved; checked on the way."""
+    """Sends an engine random weights twice, checks it on the way, saves them, and returns its greedy answer."""
     with Colocated(folder, plain) as both:
         both.manager.sleep()
         in_place = plain and architecture not in REPROCESSED
-        for seed in (1, 2):  # twice: the second load replays the first, or is where re-processed layers go wrong
+        for seed in (1, 2):  # the second load replays the first, or re-processes layers again
             both.policy.randomise(seed)
             with both.manager.generation_shift(both.policy):
                 assert both.manager.report.verified == ("full" if in_place else "probe")
@@ -73,8 +73,8 @@ def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Gener
     return greedy
 
 
-def test_a_mixtures_experts_are_compared_as_all_else_is(tmp_path: Path) -> None:
-    """A wrong byte is found in any weight, in the first update and later, and the weight is named."""
+def test_weights_of_experts_are_verified_like_all_others(tmp_path: Path) -> None:
+    """A wrong byte in any weight is found and named, in the first update and later."""
     folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)
     with Colocated(folder, routes=True, bucket=1 << 22) as both:  # nothing is sent in parts
         both.manager.sleep()
@@ -113,14 +113,14 @@ def test_a_mixtures_experts_are_compared_as_all_else_is(tmp_path: Path) -> None:
 
 
 def assert_routes_are_the_policys(both: Colocated, seed: int) -> None:
-    """In float32 on both sides, under the weights of this update: the experts that the policy's routers choose.
+    """The engine chooses the experts that the policy's routers choose, with float32 on both sides.
 
-    So the policy is as near to the engine by its own routes as by the engine's.
+    So the policy is as close to the engine with its own routes as with the engine's.
     """
     sampled = both.complete(PROMPT, SamplingSettings(max_tokens=20), seed)
     chosen: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in both.policy.model.model.layers]
-    handles = [gate.register_forward_hook(lambda _, __, found: chosen.append(found[2])) for gate in gates]
+    handles = [gate.register_forward_hook(lambda _, __, result: chosen.append(result[2])) for gate in gates]
     assert both.gap(PROMPT, sampled, 1.0) < 1e-4
     for handle in handles:
         handle.remove()
@@ -129,12 +129,12 @@ def assert_routes_are_the_policys(both: Colocated, seed: int) -> None:
     assert torch.equal(rows.sort(-1).values, torch.stack(chosen, dim=1)[:-1].sort(-1).values)
     model = copy.deepcopy(both.policy.model)
     module = PolicyModule(model, routing=Routing(model, {n: f"model.layers.{n}.mlp.gate" for n in range(2)}))
-    apart = gaps(lambda batch: outputs(module, batch, 1.0).logprobs, [sampled], module.routing.format)
-    assert max(gap[-1] for gap in apart.values()) < 1e-4
+    gaps_by_replay = gaps(lambda batch: outputs(module, batch, 1.0).logprobs, [sampled], module.routing.format)
+    assert max(gap[-1] for gap in gaps_by_replay.values()) < 1e-4
 
 
 def left_to_loaders(both: Colocated) -> set[str] | None:
-    """The modules whose weights cannot be replayed; None where no module's can."""
+    """The modules whose weights cannot be replayed; None if no module's can."""
     ordinary = both.manager.report.unreplayable
     if ordinary is None:
         return None

@@ -1,4 +1,4 @@
-"""What goes wrong on the weight path is noticed, named, and repaired by the next complete sync."""
+"""Failures on the weight path are noticed and named, and the next complete sync repairs them."""
 
 import gc
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ def both(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Colo
 
 
 def plain(both: Colocated) -> bool:
-    """Whether the engine keeps weights as they are sent."""
+    """Tells whether the engine keeps weights as they are sent."""
     return both.leader.engine.settings.plain_cpu_weights
 
 
 def opened_and_closed(both: Colocated) -> tuple[int, int]:
-    """How often the worker has mapped staging memory, and let it go."""
+    """The numbers of times that the worker has mapped and unmapped staging memory."""
     return both.manager.report.staging_opened, both.manager.report.staging_closed
 
 
@@ -51,7 +51,7 @@ def assert_repaired(both: Colocated) -> None:
 
 
 def fail_to_wake(both: Colocated, error: type[BaseException] = RemoteError) -> str:
-    """The error of a wake that must fail; afterwards the engine has no version, and says so."""
+    """Wakes the engine, which must fail and leave it without a version; returns the error."""
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
     with pytest.raises(error) as caught:
@@ -63,7 +63,7 @@ def fail_to_wake(both: Colocated, error: type[BaseException] = RemoteError) -> s
 
 
 def rename(both: Colocated, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None) -> None:
-    """Have the manager send a weight under another name, or not at all."""
+    """Makes the manager send a weight under another name, or not at all."""
     parameters = []
     for parameter in both.manager._update.parameters:
         if parameter.name != old:
@@ -107,8 +107,8 @@ def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeyp
     assert_repaired(both)
 
 
-def test_a_wrong_byte_in_what_was_sent_is_found(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of one weight change on their way; digests of the policy's weights, or log-probabilities, find it."""
+def test_a_wrong_byte_on_the_way_is_found(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of one weight change on the way; digests of the policy's weights, or log-probabilities, reveal it."""
     name = "model.layers.0.input_layernorm.weight"
     gather, calls = both.source.gather_into, []
 
@@ -145,8 +145,8 @@ def test_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocat
 
 
 def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
-    """The engine stays awake between two syncs, so nothing but the reset stands between old blocks and new weights."""
-    prompt = [20 + i for i in range(64)]  # several blocks of the prefix cache
+    """The engine stays awake between two syncs, so only the reset separates old blocks from new weights."""
+    prompt = [20 + i for i in range(64)]  # longer than several blocks of the prefix cache
     if both.leader.engine.state.memory.value == "asleep":
         both.manager.wake(both.policy)
     both.complete(prompt, SAMPLING)
@@ -171,7 +171,7 @@ def test_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkey
 
 
 def kinds_of_messages(both: Colocated) -> list[str]:
-    """What a complete update says, each kind once."""
+    """The kinds of messages of a complete update, each once."""
     kinds: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         post = Link.post
@@ -181,7 +181,7 @@ def kinds_of_messages(both: Colocated) -> list[str]:
 
 
 def test_an_update_interrupted_at_any_message_leaves_no_version(both: Colocated) -> None:
-    """Ctrl-C in the trainer, with the worker wherever it is then."""
+    """Ctrl-C interrupts the trainer, wherever the worker is then."""
     kinds = kinds_of_messages(both)
     assert kinds[0] == "begin" and kinds[-1] == "end" and {"bucket", "finish"} < set(kinds)
     post = Link.post
@@ -220,9 +220,9 @@ def test_a_garbled_message_is_refused_and_the_next_update_repairs_it(
 
 
 def staging_in_use() -> list[tuple[int, int]]:
-    """How often this process and each of its children holds staging memory: open files, and mappings.
+    """Counts, in this process and each of its children, how often staging memory is open and how often mapped.
 
-    A mapping has a file of its own.
+    A mapping keeps a file of its own open.
     """
     counts = []
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
@@ -235,12 +235,12 @@ def staging_in_use() -> list[tuple[int, int]]:
     return sorted(filter(any, counts))
 
 
-def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind(both: Colocated) -> None:
-    """Halves are compared: a leak of 50 KiB a sync would make 5 MiB between them."""
+def test_two_hundred_syncs_open_the_staging_memory_once_and_leak_nothing(both: Colocated) -> None:
+    """Halves are compared: a leak of 50 KiB a sync would add 5 MiB between them."""
     assert_repaired(both)
     opened, closed = opened_and_closed(both)
-    assert opened == closed + 1  # open between syncs on CPU, where fresh pages cost more than kept ones
-    in_use = [(1, 1), (2, 1)]  # the worker's mapping; the trainer's, and what it exports
+    assert opened == closed + 1  # it stays open on a CPU, where new pages are slower than old ones
+    in_use = [(1, 1), (2, 1)]  # the worker's mapping, and the trainer's with its exported file
     assert staging_in_use() == in_use
     resident = []
     for number in range(200):
@@ -258,7 +258,7 @@ def test_two_hundred_syncs_open_the_staging_memory_once_and_leave_nothing_behind
 def test_staging_memory_is_closed_as_often_as_it_was_opened(
     both: Colocated,
 ) -> None:
-    """As on a GPU, where the KV cache needs the place; by the trainer alone, which the worker notices."""
+    """The trainer alone closes it, as on a GPU, where the KV cache needs the space, and the worker notices."""
     assert_repaired(both)
     opened, closed = opened_and_closed(both)
     for _ in range(5):
@@ -278,7 +278,7 @@ def test_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
 def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But whole where they are packed for oneDNN."""
+    """Weights that are packed for oneDNN are sent whole."""
     bucket, manager = 1 << 13, both.manager
     largest = max(parameter.nbytes for parameter in manager._update.parameters)
     assert largest > 4 * bucket
@@ -292,7 +292,7 @@ def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     assert_repaired(both)
 
 
-def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
+def test_verifying_samples_compares_all_weights_over_many_updates(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = {parameter.name for parameter in both.manager._update.parameters}
@@ -308,8 +308,8 @@ def test_verifying_samples_compares_other_weights_each_time_and_all_in_the_end(
         assert both.manager.report.verified == ("sample" if plain(both) else "probe")
 
 
-def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model: TinyModel) -> None:
-    """An engine of its own, since nothing repairs it."""
+def test_the_death_of_a_worker_ends_the_update_and_is_named(tiny_model: TinyModel) -> None:
+    """The test has an engine of its own, since nothing repairs it."""
     in_use = staging_in_use()
     with Colocated(tiny_model()) as both:
         both.manager.sleep()
@@ -328,5 +328,5 @@ def test_a_worker_killed_in_the_middle_ends_the_update_with_its_name(tiny_model:
         assert (
             "the engine ended during a weight update" in message or "the worker on cpu:0 cannot be reached" in message
         )
-        gc.collect()  # errors hold frames, and frames views of the memory
+        gc.collect()  # errors hold frames, whose variables are views of the memory
         assert staging_in_use() == in_use

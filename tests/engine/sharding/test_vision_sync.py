@@ -1,4 +1,4 @@
-"""Models that see, on a real engine: their encoders' weights arrive as all others, and images are seen through them."""
+"""Multimodal models on a real engine: the encoders' weights arrive like all others, and images pass through them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ from trainer.types import Sample
 
 
 class SeeingPolicy(HfPolicy):
-    """The module that is trained, of a model that sees."""
+    """The module that is trained, of a multimodal model."""
 
     def __init__(self, folder: Path) -> None:
         self.device, self.version = torch.device("cpu"), 0
@@ -38,14 +38,14 @@ class SeeingPolicy(HfPolicy):
 
     @torch.no_grad()
     def gap(self, samples: list[Sample], temperature: float, packing: bool) -> float:
-        """Largest difference from the engine's log-probabilities, of all samples together."""
+        """Largest difference from the engine's log-probabilities over all samples."""
         [batch] = micro_batches(samples, 10_000, 0, "cpu", packing=packing)
-        apart = (outputs(self.module, batch, temperature).logprobs - batch.engine_logprobs).abs()
-        return float(batch.trained(apart).max())
+        differences = (outputs(self.module, batch, temperature).logprobs - batch.engine_logprobs).abs()
+        return float(batch.trained(differences).max())
 
 
 class Noting(Engine):
-    """Notes of each request how many tokens of its prompt vLLM found in its prefix cache."""
+    """An engine that records how many prompt tokens of each request were in vLLM's prefix cache."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -58,9 +58,9 @@ class Noting(Engine):
 
 
 def make_prompts(processor: ImageProcessor) -> list[Sample]:
-    """0, 1 and 3 images of different sizes, first and last; the last one is what a second turn brings.
+    """Prompts with 0, 1 and 3 images of different sizes, first and last; the last prompt is for a second turn.
 
-    The first prompt has more than the 32 tokens of a block of the cache, the others have fewer.
+    The first prompt is longer than a cache block of 32 tokens, the others are shorter.
     """
     small, wide, high = noise(1, 28, 28), noise(2, 84, 28), noise(3, 56, 84)
     contents = [[5, wide, 30], [9], [small, 2, high, wide], [high], [2, wide, 3]]
@@ -74,7 +74,7 @@ def complete(leader: Leader, prompt: Sample, sampling: SamplingSettings, seed: i
 
 
 def joined(before: Sample, ids: list[int], logprobs: list[float] | None = None) -> Sample:
-    """A sample that goes on with these ids; sampled ones have log-probabilities."""
+    """A sample continued with these ids; sampled ones have log-probabilities."""
     mask = [int(logprobs is not None)] * len(ids)
     return replace(
         before,
@@ -85,33 +85,33 @@ def joined(before: Sample, ids: list[int], logprobs: list[float] | None = None) 
 
 
 def play(both: Colocated, prompts: list[Sample], sampling: SamplingSettings) -> list[Sample]:
-    """An answer to each prompt but the last, which is put behind the first's answer and answered there."""
+    """Samples an answer to each prompt except the last, which continues the first answer as a second turn."""
     *first, more = prompts
-    found = []
+    played = []
     for prompt in first:
         answer = complete(both.leader, prompt, sampling, 7, both.policy.version)
-        found.append(joined(prompt, answer.token_ids, answer.logprobs))
-    shift = len(found[0].input_ids)
+        played.append(joined(prompt, answer.token_ids, answer.logprobs))
+    shift = len(played[0].input_ids)
     turn = replace(
-        joined(found[0], more.input_ids),
-        images=found[0].images + more.images,
-        image_spans=found[0].image_spans + tuple((start + shift, count) for start, count in more.image_spans),
+        joined(played[0], more.input_ids),
+        images=played[0].images + more.images,
+        image_spans=played[0].image_spans + tuple((start + shift, count) for start, count in more.image_spans),
     )
     answer = complete(both.leader, turn, sampling, 8, both.policy.version)
-    return [*found, joined(turn, answer.token_ids, answer.logprobs)]
+    return [*played, joined(turn, answer.token_ids, answer.logprobs)]
 
 
 @pytest.mark.parametrize(
     ("kind", "tied", "shared"), [("qwen2_5_vl", True, False), ("qwen3_vl", False, True), ("llava", False, False)]
 )
-def test_an_engine_sees_through_the_weights_that_it_was_sent(
+def test_an_engine_reads_images_through_the_weights_it_was_sent(
     kind: str, tied: bool, shared: bool, tiny_vlm: TinyModel, tmp_path: Path
 ) -> None:
-    """Sent, or in one memory with the policy's. The second sync replays, and no image is remembered over it.
+    """Weights are sent, or shared with the policy; the second sync replays, and the cache keeps nothing of the first.
 
-    The log-probabilities are those of the module that is trained, packed and padded: 0, 1 and 3 images a row, of
-    different sizes, first and last, beside rows without, and two turns with an image each. What is exported opens in
-    plain Transformers and in an engine of its own, with the same answers.
+    The log-probabilities are those of the trained module, packed and padded: 0, 1 and 3 images a row, of different
+    sizes, first and last, beside rows without, and two turns with an image each. The export opens in plain Transformers
+    and in another engine, with the same answers.
     """
     folder = tiny_vlm(architecture=kind, tied=tied)
     processor = ImageProcessor(str(folder))
@@ -127,12 +127,12 @@ def test_an_engine_sees_through_the_weights_that_it_was_sent(
                 behind = [name for name in report.left_out if ".layers.2." in name or ".post_layernorm." in name]
                 assert report.left_out == behind and bool(behind) == (kind == "llava")
                 both.leader.engine.cached = []
-                found = play(both, prompts, SamplingSettings(max_tokens=12, temperature=0.8))
-                again = (len(found[0].input_ids) - 1) // 32 * 32  # of the second turn; nothing of other weights
+                played = play(both, prompts, SamplingSettings(max_tokens=12, temperature=0.8))
+                again = (len(played[0].input_ids) - 1) // 32 * 32  # cached tokens of the second turn only
                 assert both.leader.engine.cached == [0, 0, 0, 0, again] and again
                 answers = [complete(both.leader, prompt, greedy, 0, both.policy.version) for prompt in prompts]
             for packing in (True, False):
-                assert both.policy.gap(found, 0.8, packing) <= 1e-4
+                assert both.policy.gap(played, 0.8, packing) <= 1e-4
         save_pretrained(both.policy.model, tmp_path, torch.float32, folder)
         processor.tokenizer.save_pretrained(tmp_path)
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()

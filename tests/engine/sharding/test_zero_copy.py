@@ -1,4 +1,4 @@
-"""One memory for the policy's weights and a real engine's: what the policy computes with, the engine generates with."""
+"""The policy and a real engine share the memory of their weights: the engine generates with what the policy trains."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ DENSE = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), (
 
 
 @pytest.mark.parametrize(("architecture", "tied"), DENSE, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in DENSE])
-def test_new_weights_are_the_engine_s_without_being_sent(architecture: str, tied: bool, tmp_path: Path) -> None:
+def test_new_weights_are_the_engines_without_being_sent(architecture: str, tied: bool, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
     with Colocated(folder, shared=True) as both:
         both.manager.sleep()
@@ -43,7 +43,7 @@ def test_new_weights_are_the_engine_s_without_being_sent(architecture: str, tied
 
 
 def update(policy: InPlacePolicy) -> None:
-    """One step of AdamW that makes a sequence of random tokens likelier."""
+    """Makes a step of AdamW that makes a sequence of random tokens likelier."""
     ids = torch.randint(5, 60, (24,), generator=torch.Generator().manual_seed(policy.version)).tolist()
     batches = micro_batches([Sample(ids, [1] * 24, [0.0] * 24)], 1000, 0, CPU)
     policy.update(batches, lambda batch, outputs: (-outputs.logprobs.sum(), {}), 1.0)
@@ -51,7 +51,7 @@ def update(policy: InPlacePolicy) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: TinyModel) -> Any:
-    """A policy in bfloat16, with masters, and an engine that has its weights, asleep."""
+    """A policy in bfloat16 with master weights, and an engine that shares its weights, asleep."""
     folder = tiny_model()
     policy = InPlacePolicy(ModelConfig(path=str(folder)), PolicyConfig(dtype="bfloat16", lr=3e-3), CPU)
     with Colocated(folder, dtype=torch.bfloat16, shared=True, policy=policy) as both:
@@ -65,11 +65,11 @@ def gap(both: Colocated, token_ids: list[int]) -> float:
     """Mean difference (nats) between the engine's and the policy's log-probabilities."""
     coroutine = both.leader.engine.prompt_logprobs(token_ids)
     engine = both.leader.thread.run(coroutine, 60, "log-probabilities")
-    own = both.policy.score_tokens(token_ids)
-    return sum(abs(a - b) for a, b in zip(engine, own, strict=True)) / len(own)
+    expected = both.policy.score_tokens(token_ids)
+    return sum(abs(a - b) for a, b in zip(engine, expected, strict=True)) / len(expected)
 
 
-def test_an_optimizer_step_is_the_sync_and_a_wrong_byte_is_still_found(trained: Any) -> None:
+def test_an_optimizer_step_is_a_sync_and_a_wrong_byte_is_still_found(trained: Any) -> None:
     policy, manager = trained.policy, trained.manager
     ids = list(range(5, 45))
     for _ in range(3):
@@ -82,14 +82,14 @@ def test_an_optimizer_step_is_the_sync_and_a_wrong_byte_is_still_found(trained: 
             assert trained.complete(PROMPT, SAMPLING).token_ids
     name = "model.layers.1.mlp.up_proj.weight"
     weight = dict(policy.model.named_parameters())[name]
-    weight.data[3, 5] += 1.0  # no longer what the optimizer has
+    weight.data[3, 5] += 1.0  # it differs from the master weight now
     with pytest.raises(RemoteError, match=f"does not hold what was sent: {name} differ"):
         manager.wake(policy)
     with pytest.raises(EngineStateError, match="no version"):
         trained.complete(PROMPT, SAMPLING)
     manager.sleep()
     with manager.generation_shift(policy):
-        assert manager.report.nbytes > 0, "a complete update repairs it, and shares the memory again"
+        assert manager.report.nbytes > 0, "a complete update must send the weights, and share them again"
         assert gap(trained, ids) < 0.02
     update(policy)
     with manager.generation_shift(policy):
@@ -120,21 +120,21 @@ def test_an_interrupted_update_of_shared_weights_leaves_no_version(
         assert manager.report.nbytes == 0
 
 
-def test_an_engine_whose_weights_are_shared_refuses_to_drop_them(trained: Any) -> None:
+def test_an_engine_with_shared_weights_refuses_to_drop_them(trained: Any) -> None:
     engine, thread = trained.leader.engine, trained.leader.thread
     with pytest.raises(ValueError, match="let it sleep at level 1"):
         thread.run(engine.sleep(2), 60, "sleeping")
 
 
-def test_weights_that_are_not_kept_as_sent_are_refused_by_name(tiny_model: TinyModel) -> None:
-    """Packed for oneDNN: the recipe's check refuses that, this is what one who builds a manager by hand is told."""
+def test_sharing_packed_weights_is_refused_with_a_remedy(tiny_model: TinyModel) -> None:
+    """Recipes are checked before; this is the error for a manager that is built by hand."""
     with Colocated(tiny_model(), plain=False, verify="off", shared=True) as both:
         both.manager.sleep()
         with pytest.raises(RemoteError, match="re-processes its weights after loading.*set sync.way to staged"):
             both.manager.wake(both.policy)
 
 
-def test_an_update_without_weights_is_refused_where_none_are_shared(tiny_model: TinyModel) -> None:
+def test_an_update_without_weights_is_refused_unless_they_are_shared(tiny_model: TinyModel) -> None:
     with Colocated(tiny_model()) as both:
         both.manager._way.transfer = lambda update: update.post("in_place")  # type: ignore[attr-defined]
         with pytest.raises(RemoteError, match="this worker shares none with the trainer"):

@@ -1,4 +1,4 @@
-"""The loop of one's own with Accelerate, scripts/examples/accelerate_loop.py: it samples, sleeps, trains and syncs."""
+"""scripts/examples/accelerate_loop.py, a loop written with Accelerate, samples, sleeps, trains and syncs."""
 
 import os
 import re
@@ -18,11 +18,11 @@ ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE":
 @pytest.mark.parametrize(
     ("ranks", "kind"), [(1, {}), (2, {}), (2, ZERO_2)], ids=["alone", "two ranks by DDP", "two ranks by DeepSpeed"]
 )
-def test_what_accelerate_prepared_is_what_the_engines_sample_by(
+def test_engines_sample_with_the_weights_that_accelerate_trains(
     tiny_qwen2: Path, tmp_path: Path, ranks: int, kind: dict[str, str]
 ) -> None:
-    """Both ranks begin with the same weights, and each engine's log-probabilities are its model's after every step."""
-    python = tmp_path / "python"  # which torchrun starts ranks by, here forked ones
+    """Both ranks begin with the same weights, and each engine has its model's log-probabilities after every step."""
+    python = tmp_path / "python"  # torchrun starts ranks with it; here they are forked
     python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
     python.chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1", "ACCELERATE_USE_CPU": "true", **kind}

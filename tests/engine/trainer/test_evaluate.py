@@ -1,4 +1,4 @@
-"""`hotbunk eval` counts what plain Transformers would have answered, and its estimates are those of its own answers."""
+"""`hotbunk eval` scores the answers of plain Transformers, and its estimates are those of its answers."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def right(completion, *, answer):
 
 @pytest.fixture
 def folder(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with two datasets: one of which greedy answers are right but for two, and one of random answers."""
+    """A recipe with two datasets: one for greedy answers, of which all but two are right, and one for random ones."""
     monkeypatch.chdir(tmp_path)
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     rows = []
@@ -63,7 +63,7 @@ def test_eval_of_a_run_measures_its_model_by_its_recipe(tiny_qwen2: Path, folder
     (folder / "recipe.yaml").rename(run / "config.yaml")
     (run / "model").symlink_to(tiny_qwen2)
     words = ["eval", "run", "--eval.k=[1, 2]", "--eval.samples=2"]
-    done = subprocess.run(  # it returns when nothing is left that could write
+    done = subprocess.run(  # returns when no process is left that could write
         [*PYTHON, "-m", "trainer", *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
@@ -82,13 +82,13 @@ def test_eval_of_a_run_measures_its_model_by_its_recipe(tiny_qwen2: Path, folder
     assert 0 < datasets["sampled"]["pass@1"] < datasets["sampled"]["pass@2"]
 
 
-def test_eval_of_any_model_takes_a_recipe_but_for_its_model(tiny_qwen2: Path, folder: Path) -> None:
+def test_eval_of_any_model_takes_all_of_a_recipe_except_its_model(tiny_qwen2: Path, folder: Path) -> None:
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"eval": {}}))
     config = evaluation_config(str(tiny_qwen2), folder / "recipe.yaml", ["data.split=train[:2]"])
     assert config.model.path == str(tiny_qwen2)
     assert config.engine.load_format == "auto" and not config.engine.sleep
-    # Without held-out prompts there are still those of the training.
+    # Without held-out prompts, the training prompts are evaluated.
     assert [(d.path, d.split) for d in config.eval.datasets.values()] == [("sampled.jsonl", "train[:2]")]
 
 

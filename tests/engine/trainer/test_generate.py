@@ -1,4 +1,4 @@
-"""`hotbunk generate` answers what plain Transformers answers, a chat's ids only grow, and Ctrl-C leaves nothing."""
+"""`hotbunk generate` answers as plain Transformers does, a chat's ids only grow, and Ctrl-C leaves no process."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ QUESTIONS = ["what is 2+2?", "and one more?"]
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """Plain Transformers' answer."""
+    """The greedy answer of plain Transformers."""
     ids = torch.tensor([prompt])
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
     return answer[0, len(prompt) :].tolist()
@@ -46,7 +46,7 @@ def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -
     printed = "".join(process.stdout.readline() for _ in range(expected.count("\n")))
     assert printed == expected
     family = writers(process.stdout)
-    assert len(family) > 1  # the engine's, too
+    assert len(family) > 1  # the engine's are among them
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 128 + signal.SIGINT
     psutil.wait_procs(family, timeout=120)
@@ -54,13 +54,13 @@ def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -
 
 
 def writers(pipe: IO[str]) -> list[psutil.Process]:
-    """Processes whose standard output is this pipe."""
-    found = []
+    """The processes whose standard output is this pipe."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if os.stat(f"/proc/{process.pid}/fd/1").st_ino == os.fstat(pipe.fileno()).st_ino:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -> None:
@@ -71,9 +71,9 @@ def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -
     assert tokenizer.decode(first) == tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
-    # Ids that no text encodes to: an end in the middle, and bytes that are no UTF-8.
+    # Ids that no text encodes to: an end in the middle, and bytes that are not UTF-8.
     unspeakable = [tokenizer.eos_token_id, 200, 201, 14]
-    for ending in ([], [tokenizer.eos_token_id]):  # cut short, or ended by itself: the template's end comes once
+    for ending in ([], [tokenizer.eos_token_id]):  # cut short, or ended: the template's end comes once either way
         chat.ids = first + unspeakable + ending
         second = chat.ask("<the answer> and 3+3?")
         assert second[: len(first) + 4] == first + unspeakable
@@ -81,7 +81,7 @@ def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -
         assert rest == "<|im_end|>\n<|im_start|>user\n<the answer> and 3+3?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_answers_are_by_default_as_long_as_a_run_was_trained_with(tmp_path: Path) -> None:
+def test_the_default_length_of_answers_is_that_of_the_run(tmp_path: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "run" / "model"
     folder.mkdir(parents=True)
     assert longest_answer(folder) == 512
@@ -89,7 +89,7 @@ def test_answers_are_by_default_as_long_as_a_run_was_trained_with(tmp_path: Path
         (run / "config.yaml").write_text(recipe)
         assert longest_answer(folder) == longest
     (tmp_path / "config.yaml").write_text("sampling: {max_tokens: 8}")
-    assert longest_answer(run) == 512  # which is no run's model, though it is beside such a file
+    assert longest_answer(run) == 512  # not a run's model, though it is beside a config.yaml
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole runs with samplers (level 5): ChatLearn's module, and both of the thread's own; real ranks, real engines."""
+"""Whole runs with samplers (level 5): ChatLearn's module and both samplers of verl's thread, on real engines."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def completions(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """What it decodes is shown and rewarded, evaluation is its own, and its hyper-parameters apply."""
+    """Its decoded answers are shown and rewarded, it evaluates itself, and its hyper-parameters apply."""
     sections: dict[str, Any] = {"run": {"steps": STEPS}, "eval": {"every": 2, "temperature": 0.0, "max_tokens": 4}}
     reward = {"functions": [{"name": f"{tmp_path}/counting.py:rare"}]}
     recipe = write_recipe(tmp_path, tiny_model(), rollout=rollout(tmp_path), reward=reward, **sections)
@@ -75,7 +75,7 @@ def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_pa
     assert [(mode, iteration) for mode, iteration, *_ in calls] == [
         ("setup", 0), ("eval", 0), ("train", 1), ("train", 2), ("eval", 2)
     ]  # fmt: skip
-    expected = {"train": [6] * 16, "eval": [4] * 16}  # EOS ends none
+    expected = {"train": [6] * 16, "eval": [4] * 16}  # EOS is ignored
     for mode, _, tokens, prompts in calls[1:]:
         assert tokens == expected[mode] and all(prompts)
     rows = completions(run)
@@ -92,18 +92,18 @@ def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_pa
         ("Prepares", {}, "Prepares.build_dataset is not called in training, whose prompts come from data.path"),
     ],
 )
-def test_a_module_that_would_be_ignored_is_refused_before_anything_loads(
+def test_module_settings_that_would_be_ignored_are_refused_early(
     name: str, args: dict[str, Any], sentence: str, tiny_model: TinyModel, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     recipe = write_recipe(tmp_path, tiny_model(), rollout=rollout(tmp_path, name, **args))
     assert main(["train", str(recipe), "--check"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"rollout.sampler: {sentence}" in said, said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and f"rollout.sampler: {sentence}" in errors, errors
 
 
-def test_samplers_of_the_thread_run_for_two_steps(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One generation a prompt is what a run without a sampler does, token by token; chats call functions."""
+def test_samplers_of_verls_thread_train_for_two_steps(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """One-shot sampling equals a run without a sampler, token by token; chats call functions."""
     recipe = write_recipe(tmp_path, tiny_model(), run={"steps": STEPS}, engine={"max_model_len": 512})
     oneshot, calls = "generation:OneShotRolloutSampler", f"{ROOT}/scripts/examples/calculator.py:calculate"
     words = {
@@ -121,5 +121,5 @@ def test_samplers_of_the_thread_run_for_two_steps(tiny_model: TinyModel, tmp_pat
         name: [(row["prompt"], row["text"], row["reward"]) for row in completions(run)] for name, run in runs.items()
     }
     assert answers["oneshot"] == answers["plain"]
-    assert all("calculate" in prompt for prompt, *_ in answers["calling"])  # the schemas are in the chats
+    assert all("calculate" in prompt for prompt, *_ in answers["calling"])  # the chats list the functions
     assert all("calculate" not in prompt for prompt, *_ in answers["plain"])

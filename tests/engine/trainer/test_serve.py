@@ -1,4 +1,4 @@
-"""`hotbunk serve` answers the official client as plain Transformers would, and Ctrl-C leaves nothing."""
+"""`hotbunk serve` answers the official client as plain Transformers would, and Ctrl-C leaves no process."""
 
 import os
 import signal
@@ -38,10 +38,10 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     api = openai.OpenAI(base_url=line.split()[-1], api_key="secret", max_retries=0)
     answer = api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=12)
     assert answer.choices[0].message.model_extra["generation_token_ids"] == expected.tolist()
-    shown = httpx.get(line.split()[-1].replace("/v1", "/metrics"), headers={"authorization": "Bearer secret"}).text
-    sampled = [row.split()[-1] for row in shown.splitlines() if row.startswith("vllm:generation_tokens_total{")]
-    assert str(tiny_qwen2) not in shown
-    assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in shown
+    metrics = httpx.get(line.split()[-1].replace("/v1", "/metrics"), headers={"authorization": "Bearer secret"}).text
+    sampled = [row.split()[-1] for row in metrics.splitlines() if row.startswith("vllm:generation_tokens_total{")]
+    assert str(tiny_qwen2) not in metrics
+    assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in metrics
     with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
     family = writers(process.stdout)
@@ -51,7 +51,7 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     assert writers(process.stdout) == []
 
 
-def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vlm: Callable[..., Path]) -> None:
+def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callable[..., Path]) -> None:
     folder, (image,) = tiny_vlm(), images((98, 70))
     processor = ImageProcessor(folder)
     ids, _ = processor.expand(
@@ -59,8 +59,8 @@ def test_a_served_model_that_sees_answers_to_images_as_transformers_does(tiny_vl
     )
     model, prompt = AutoModelForImageTextToText.from_pretrained(folder), torch.tensor([ids])
     kinds = (prompt == model.config.image_token_id).long()
-    given = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
-    expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **given)[0, len(ids) :]
+    features = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **features)[0, len(ids) :]
     words = ["serve", str(folder), "--port", "0", "--concurrent", "2", "--images", "1"]
     environment = os.environ | {"HOTBUNK_IMAGES": "1", ENGINES: "1"}
     process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)

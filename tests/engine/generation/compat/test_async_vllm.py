@@ -1,4 +1,4 @@
-"""AsyncVLLM on two real engines, processes of this machine: answers, deadlines, weights, an end that leaves nothing."""
+"""AsyncVLLM on two real engines in processes of this machine: answers, deadlines, weights, and a clean end."""
 
 import math
 import os
@@ -51,6 +51,7 @@ def service(model: Path) -> Iterator[AsyncVLLM]:
 
 
 def engine_processes() -> list[psutil.Process]:
+    """The engines' processes below this one."""
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     helpers = ("resource_tracker", "forkserver")  # of this process's own multiprocessing
     engines = [p for p in children if p.pid != forkserver._server._forkserver_pid]
@@ -58,7 +59,10 @@ def engine_processes() -> list[psutil.Process]:
 
 
 def nothing_unfinished(service: AsyncVLLM) -> bool:
-    """A request is counted as finished a moment after its answer has been given."""
+    """Waits until all requests count as finished, and tells whether the engines agree.
+
+    A request is counted a moment after its answer has come.
+    """
     deadline = time.monotonic() + 30
     while any(service.get_num_unfinished_requests()):
         assert time.monotonic() < deadline
@@ -70,14 +74,14 @@ def unfinished_in_engines(service: AsyncVLLM) -> list[int]:
 
 
 def gap(policy: HfPolicy, output: Any) -> float:
-    """Largest difference between an output's log-probabilities and the policy's own."""
+    """Largest difference between an output's log-probabilities and the policy's."""
     sampled = list(output.outputs[0].token_ids)
-    own = policy.logprobs(list(output.prompt_token_ids) + sampled)[len(output.prompt_token_ids) - 1 :]
-    told = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
-    return max(abs(a - b) for a, b in zip(own, told, strict=True))
+    expected = policy.logprobs(list(output.prompt_token_ids) + sampled)[len(output.prompt_token_ids) - 1 :]
+    sampled_logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
+    return max(abs(a - b) for a, b in zip(expected, sampled_logprobs, strict=True))
 
 
-def test_every_form_of_input_has_its_form_of_output(service: AsyncVLLM) -> None:
+def test_a_list_gives_a_list_and_a_single_prompt_a_single_output(service: AsyncVLLM) -> None:
     one = service.generate([5, 6, 7], GREEDY)
     assert list(one.prompt_token_ids) == [5, 6, 7]
     assert one.finished
@@ -95,20 +99,20 @@ def test_every_form_of_input_has_its_form_of_output(service: AsyncVLLM) -> None:
     assert len(service.generate("1+1=").outputs[0].token_ids) <= 16  # vLLM's own default
 
 
-def test_order_and_parameters_of_each_prompt(service: AsyncVLLM) -> None:
-    """Lengths that end in another order than they began in, and one prompt with several answers."""
+def test_outputs_keep_the_order_and_parameters_of_prompts(service: AsyncVLLM) -> None:
+    """Outputs come in the order of prompts, though answers end in another; one prompt has several answers."""
     lengths = [40, 1, 23, 2, 60, 5, 9, 3]
     params = [SamplingParams(max_tokens=n, ignore_eos=True, n=2 if n == 5 else 1) for n in lengths]
     outputs = service.generate([[10 + i] for i in range(8)], params)
     assert [list(o.prompt_token_ids) for o in outputs] == [[10 + i] for i in range(8)]
     assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
     assert [len(o.outputs) for o in outputs] == [2 if n == 5 else 1 for n in lengths]
-    assert {p.output_kind for p in params} == {SamplingParams().output_kind}  # the caller's own stay as they were
+    assert {p.output_kind for p in params} == {SamplingParams().output_kind}  # the caller's objects are not changed
     with pytest.raises(ValueError, match="2 sampling parameters were given for 3 prompts"):
         service.generate(["a", "b", "c"], [GREEDY, GREEDY])
 
 
-def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) -> None:
+def test_a_deadline_ends_one_prompt_and_its_request_in_the_engine(service: AsyncVLLM) -> None:
     params = [SamplingParams(max_tokens=1), ENDLESS, SamplingParams(max_tokens=2, ignore_eos=True)]
     for replica in range(2):
         with pytest.raises(TimeoutError) as caught:
@@ -116,7 +120,7 @@ def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) ->
         assert [output is None for output in caught.value.outputs] == [False, True, False]  # type: ignore[attr-defined]
         [error] = caught.value.exceptions  # type: ignore[attr-defined]
         assert "vLLM generation timed out after 0.12 seconds" in str(error)
-    with pytest.raises(PromptErrors):  # one of them failed otherwise
+    with pytest.raises(PromptErrors):  # one prompt fails for another reason
         service.generate(["a", [5] * 300], ENDLESS, timeout_seconds=0.12)
     with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.01 seconds"):
         service.generate("a", ENDLESS, timeout_seconds=0.01)
@@ -125,7 +129,7 @@ def test_a_deadline_is_one_prompts_and_ends_in_the_engine(service: AsyncVLLM) ->
     assert nothing_unfinished(service)
 
 
-def test_prompts_that_vllm_refuses_lose_nobody(service: AsyncVLLM) -> None:
+def test_a_prompt_that_vllm_refuses_fails_alone(service: AsyncVLLM) -> None:
     prompts: list[Any] = ["fine", [5] * 300, "fine, too", [10**6]]
     results = service.generate(prompts, GREEDY, return_exceptions=True)
     assert [isinstance(result, Exception) for result in results] == [False, True, False, True]
@@ -134,7 +138,7 @@ def test_prompts_that_vllm_refuses_lose_nobody(service: AsyncVLLM) -> None:
         service.generate(prompts[1], GREEDY)
 
 
-def test_a_cancelled_future_drops_its_request(service: AsyncVLLM) -> None:
+def test_cancelling_a_future_drops_its_request(service: AsyncVLLM) -> None:
     future = service.submit([1, 2, 3], ENDLESS)
     while not sum(unfinished_in_engines(service)):
         assert not future.done()
@@ -145,7 +149,7 @@ def test_a_cancelled_future_drops_its_request(service: AsyncVLLM) -> None:
     assert nothing_unfinished(service)
 
 
-def test_an_engine_by_its_index(service: AsyncVLLM) -> None:
+def test_calls_can_name_an_engine_by_its_index(service: AsyncVLLM) -> None:
     assert service.generate("a", GREEDY, actor_index=1).finished
     for call in (
         lambda i: service.generate("a", GREEDY, actor_index=i),
@@ -170,12 +174,12 @@ def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
     service._load_balancer = kept
 
 
-def test_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
-    """A burst is spread before any engine has answered, and the KV cache's use is what vLLM's scheduler says."""
+def test_loads_count_submitted_requests_and_the_real_cache_use(service: AsyncVLLM) -> None:
+    """A burst is spread before any engine answers, and the use of the KV cache is the one of vLLM's scheduler."""
     futures = [service.submit([7, 8, 9], ENDLESS, timeout_seconds=60) for _ in range(24)]
     burst = service.get_num_unfinished_requests()
     assert sum(burst) == 24
-    assert min(burst) >= 6  # one prefix, until its engine is overloaded
+    assert min(burst) >= 6  # the prefix's engine takes all, until it is overloaded
     seen = 0.0
     while not all(future.done() for future in futures):
         seen = max(seen, *service.get_cache_usage())
@@ -186,7 +190,7 @@ def test_loads_are_counted_here_and_real(service: AsyncVLLM) -> None:
     assert [(s["pending_requests"], s["cache_usage"]) for s in stats["actor_stats"]] == [(0, 0.0), (0, 0.0)]
 
 
-def test_workers_answer_in_order(service: AsyncVLLM) -> None:
+def test_collective_rpc_returns_the_workers_answers_in_order(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id", timeout=60) == [["cpu:0"], ["cpu:0"]]
     memory = service.collective_rpc("hotbunk_memory_bytes")
     assert all(one > 1 << 20 for engine in memory for one in engine)
@@ -194,7 +198,7 @@ def test_workers_answer_in_order(service: AsyncVLLM) -> None:
         service.collective_rpc("no_such_method", args=(1,), kwargs={"a": 2})
 
 
-def test_eight_threads_may_ask_at_once(service: AsyncVLLM) -> None:
+def test_eight_threads_may_generate_at_once(service: AsyncVLLM) -> None:
     def work(thread: int) -> list[list[int]]:
         outputs = [service.generate([20 + thread, i], SamplingParams(max_tokens=2)) for i in range(25)]
         return [list(output.prompt_token_ids) for output in outputs]
@@ -205,7 +209,7 @@ def test_eight_threads_may_ask_at_once(service: AsyncVLLM) -> None:
     assert nothing_unfinished(service)
 
 
-def test_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_start_does_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
     before = {p.pid for p in engine_processes()}
     service.start()
     assert "is launched already" in caplog.text
@@ -213,7 +217,7 @@ def test_a_second_start_starts_nothing(service: AsyncVLLM, caplog: pytest.LogCap
     assert len(before) == 2
 
 
-def test_vllms_own_arguments_are_taken(model: Path) -> None:
+def test_vllms_engine_arguments_are_accepted_and_not_changed(model: Path) -> None:
     args = AsyncEngineArgs(model=str(model), max_num_seqs=3, enable_prefix_caching=False, block_size=16)
     before, environment = repr(args), dict(os.environ)
     settings = as_settings(args)
@@ -228,7 +232,7 @@ def test_vllms_own_arguments_are_taken(model: Path) -> None:
 
 
 def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> None:
-    """Engines compute with what was sent, old prefixes are forgotten, and what does not fit is named."""
+    """Engines compute with what was sent, forget old prefixes, and name weights that do not fit."""
     policy = HfPolicy(model)
     metadata = service.get_model_metadata()
     expected = {name: (p.dtype, p.shape) for name, p in policy.model.named_parameters()}
@@ -264,7 +268,7 @@ def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> 
         (lambda w: [*w, ("lm_head.weight", w[0][1] + 1)], "lm_head.weight differs from the embedding"),
     ],
 )
-def test_weights_that_do_not_fit_are_fatal_until_some_do(
+def test_after_weights_that_do_not_fit_engines_refuse_until_some_fit(
     service: AsyncVLLM, model: Path, change: Any, message: str
 ) -> None:
     policy = HfPolicy(model)
@@ -278,7 +282,7 @@ def test_weights_that_do_not_fit_are_fatal_until_some_do(
     assert service.generate("a", GREEDY).finished
 
 
-def test_no_weights_change_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_without_weights_changes_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
     before = service.weight_version
     assert service.update_weights(iter(())) is None
     assert "No weights provided for update" in caplog.text
@@ -294,13 +298,13 @@ def test_a_state_dict_of_transformers_may_have_a_tied_head(service: AsyncVLLM, m
     assert gap(policy, service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))) < 1e-4
 
 
-def test_the_port_is_held_before_there_is_a_group(service: AsyncVLLM, model: Path) -> None:
+def test_the_port_is_reserved_before_there_is_a_group(service: AsyncVLLM, model: Path) -> None:
     service.close_weights_group()
     address = service.get_master_address(), service.get_master_port()
     with pytest.raises(OSError, match="in use"), socket.create_server(address):
         pass
     assert service.get_master_port() == address[1]
-    calls = service.init_weight_update_group(*address)  # its own: nobody else is waited for
+    calls = service.init_weight_update_group(*address)  # the service's own group: it waits for no other process
     assert [call.done() for call in calls] == [True, True]
     assert service.init_weight_update_group() == calls
     assert service.collective_rpc("check_nccl_group_ready") == [[True], [True]]
@@ -312,7 +316,7 @@ def test_the_port_is_held_before_there_is_a_group(service: AsyncVLLM, model: Pat
 
 @pytest.fixture
 def trainers_group(service: AsyncVLLM) -> Iterator[Any]:
-    """Rank 0 of a group as TorchRL's trainers make it, and the workers in it."""
+    """Rank 0 of a group made as TorchRL's trainers make it, which both workers join."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -320,7 +324,7 @@ def trainers_group(service: AsyncVLLM) -> Iterator[Any]:
     for number, replica in enumerate(service.actors):
         place = "localhost", str(port), 1 + number, 3
         [outcome] = replica.submit("call_workers", "init_weight_update_group", *place).result(60)
-        assert outcome["error"] is None  # at once: nobody listens yet
+        assert outcome["error"] is None  # returns at once, though no process listens yet
     assert service.collective_rpc("check_nccl_group_ready") == [[False], [False]]
     group = sharding.stateless_init_process_group("localhost", str(port), 0, 3, torch.device("cpu"), timeout=60)
     yield group
@@ -328,21 +332,23 @@ def trainers_group(service: AsyncVLLM) -> Iterator[Any]:
 
 
 def send(service: AsyncVLLM, group: Any, name: str, weight: torch.Tensor) -> list[dict[str, Any]]:
-    """One weight, as TorchRL sends it: a call of all workers, and the broadcast that goes with it."""
+    """Sends one weight as TorchRL does: a call of all workers, and the broadcast that goes with it."""
     dtype = str(weight.dtype).removeprefix("torch.")
     futures = service.collective_rpc_futures("update_weight", args=(name, dtype, tuple(weight.shape)))
     group.broadcast(weight, src=0, stream=None)
     return [outcome for future in futures for outcome in future.result(60)]
 
 
-def test_weights_come_one_by_one_to_torchrls_names(service: AsyncVLLM, model: Path, trainers_group: Any) -> None:
-    """Between the first weight and the last an engine holds no version; then it holds one more, on all workers."""
+def test_torchrls_update_weight_sends_a_version_weight_by_weight(
+    service: AsyncVLLM, model: Path, trainers_group: Any
+) -> None:
+    """Between the first weight and the last an engine has no version; then it has the next one, on all workers."""
     policy, version = HfPolicy(model), service.weight_version
     policy.randomise(31)
     prompt = list(range(30, 230))
     before = [service.generate(prompt, GREEDY, actor_index=i) for i in (0, 1, 0, 1)]
     assert before[-1].num_cached_tokens > 0
-    held = service.submit([5], ENDLESS)  # ends with the old weights
+    held = service.submit([5], ENDLESS)  # it ends with the old weights
     weights = list(policy.model.named_parameters())
     for number, (name, weight) in enumerate(weights[:-1]):
         outcomes = send(service, trainers_group, name, weight)
@@ -371,19 +377,19 @@ def test_weights_come_one_by_one_to_torchrls_names(service: AsyncVLLM, model: Pa
 def test_a_weight_that_does_not_fit_ends_its_update(
     service: AsyncVLLM, model: Path, trainers_group: Any, wrong: Any, message: str
 ) -> None:
-    """And says so in the outcome; a complete update, by whatever way, is the remedy."""
+    """The outcome names the mistake, and a complete update by any way repairs it."""
     weights = list(HfPolicy(model).model.named_parameters())
     assert all(outcome["error"] is None for outcome in send(service, trainers_group, *weights[0]))
     for outcome in send(service, trainers_group, *wrong(weights)):
         assert re.search(message, outcome["error"]), outcome
     with pytest.raises(EngineStateError, match="no version"):
         service.generate("a", GREEDY)
-    send(service, trainers_group, *weights[0])  # begins another, in whose place comes this one
+    send(service, trainers_group, *weights[0])  # begins an update, which the next one replaces
     service.update_weights(weights)
     assert service.generate("a", GREEDY).finished
 
 
-def test_a_weight_without_a_group_is_an_outcome_too(service: AsyncVLLM, model: Path) -> None:
+def test_a_weight_without_a_group_is_reported_in_the_outcome(service: AsyncVLLM, model: Path) -> None:
     service.collective_rpc("close_collective")
     [[outcome], _] = service.collective_rpc("update_weight", args=("x", "float32", (1,)))
     assert "Weight update group not initialized" in outcome["error"]
@@ -393,8 +399,8 @@ def test_a_weight_without_a_group_is_an_outcome_too(service: AsyncVLLM, model: P
     service.update_weights(HfPolicy(model).model.named_parameters())
 
 
-def test_a_trainers_own_sender_reaches_the_engines(service: AsyncVLLM, model: Path) -> None:
-    """A trainer that keeps its own group: futures of the engines tell success and failure."""
+def test_a_sender_of_the_trainers_own_updates_the_engines(service: AsyncVLLM, model: Path) -> None:
+    """The trainer has a group of its own, and the engines' futures report success and failure."""
     policy = HfPolicy(model)
     policy.randomise(5)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
@@ -408,14 +414,14 @@ def test_a_trainers_own_sender_reaches_the_engines(service: AsyncVLLM, model: Pa
     output = service.generate([1, 2, 3], SamplingParams(max_tokens=4, logprobs=0))
     assert output.weight_version == 40
     assert gap(policy, output) < 1e-4
-    refused: list[Future[Any]] = service.receive_weights()  # nobody sends
+    refused: list[Future[Any]] = service.receive_weights()  # no process sends
     with pytest.raises(RuntimeError, match="weights group|trainer"):
         [call.result(60) for call in refused]
     service.update_weights(policy.model.named_parameters(), version=41)
 
 
-def test_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> None:
-    """Requests before, during and after an update: each is answered, with the weights that it says."""
+def test_each_answer_has_one_version_during_an_update(service: AsyncVLLM, model: Path) -> None:
+    """Requests before, during and after an update are answered, with the weights of the version that they name."""
     policy = HfPolicy(model)
     service.update_weights(policy.model.named_parameters())
     old = service.weight_version
@@ -439,20 +445,20 @@ def test_answers_are_of_one_version_each(service: AsyncVLLM, model: Path) -> Non
     assert service.generate("a", GREEDY).weight_version == old + 1
 
 
-def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
+def test_engines_read_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp_path: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(11)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
     with pytest.raises(RuntimeError, match="worker 0 on cpu:0"):
         service.load_weights_from_storage(tmp_path / "nothing")
-    (tmp_path / "meta.json").write_text("{}")  # as TensorDict writes it
+    (tmp_path / "meta.json").write_text("{}")  # as TensorDict writes
     [[outcome], _] = service.collective_rpc("load_weights_from_storage", args=(str(tmp_path), 2))
     assert "is TensorDict's, without digests: write it with sharding.StorageWriter" in outcome["error"]
-    with pytest.raises(EngineStateError):  # an update that failed leaves no weights to answer with
+    with pytest.raises(EngineStateError):  # a failed update leaves no version
         service.generate("a", GREEDY)
     folder = StorageWriter(tmp_path / "weights", source).write(70)
     assert service.load_weights_from_storage(folder, num_threads=2) == 70 == service.weight_version
-    running = service.submit([1, 2, 3], ENDLESS)  # it ends before the workers of its engine load others
+    running = service.submit([1, 2, 3], ENDLESS)  # it ends before its engine's workers load other weights
     StorageWriter(tmp_path / "weights", source).write(71)
     by_name = {"storage_path": str(folder), "num_threads": 2}
     for [outcome] in service.collective_rpc("load_weights_from_storage", kwargs=by_name):
@@ -462,18 +468,18 @@ def test_weights_are_read_from_a_folder(service: AsyncVLLM, model: Path, tmp_pat
     assert gap(policy, output) < 1e-4
 
 
-def test_a_dead_engine_is_an_error_and_no_wait(service: AsyncVLLM) -> None:
-    """It ends one of the two engines; only the end of the service comes after it."""
+def test_a_dead_engine_raises_at_once(service: AsyncVLLM) -> None:
+    """Kills one of the two engines; only the tests of the service's end may follow."""
     futures = [service.submit([9, i], ENDLESS) for i in range(12)]
     os.kill(min(engine_processes(), key=lambda p: p.pid).pid, signal.SIGKILL)
     errors = [future.exception(60) for future in futures]
     assert any(type(error).__name__ == "EngineDeadError" for error in errors)
-    assert not all(errors)  # the other engine's requests
+    assert not all(errors)  # the other engine's requests succeed
     with pytest.raises(Exception, match="ngine"):
         service.collective_rpc("report_device_id", timeout=60)
 
 
-def test_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> None:
+def test_shutdown_lets_requests_end_and_leaves_no_process(service: AsyncVLLM) -> None:
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 1, None, {}) for i in range(4)]
     service.shutdown()
     assert [len(future.result(0).outputs[0].token_ids) for future in futures] == [200] * 4
@@ -484,41 +490,41 @@ def test_the_end_lets_requests_end_and_leaves_nothing(service: AsyncVLLM) -> Non
         service.generate("a")
 
 
-def test_a_start_that_fails_leaves_nothing(service: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_leaves_no_process(service: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.01")
     with pytest.raises(TimeoutError, match="no answer from engine 0, 1 within 0 s"):
         service.start()
     assert not service.launched
-    deadline = time.monotonic() + 120  # the first engine was being started when the time was over
+    deadline = time.monotonic() + 120  # an engine was being started at the time-out
     while engine_processes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:
-    """In bfloat16, logits of a rounded head lie on a grid; those of a float32 head do not, and are the trainer's."""
+    """Logits of a bfloat16 head lie on a grid; those of a float32 head do not, and are the trainer's."""
     with AsyncVLLM.from_pretrained(
         str(tiny_qwen2_untied), verbose=False, compile=False, enable_fp32_output=True, **(SMALL | {"dtype": "bfloat16"})
     ) as service:
         prompt = list(range(40, 72))
         output = service.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
-        told = {token: at.logprob for token, at in output.outputs[0].logprobs[0].items()}
+        engine_logprobs = {token: at.logprob for token, at in output.outputs[0].logprobs[0].items()}
     policy = HfPolicy(tiny_qwen2_untied, dtype=torch.bfloat16)
     mask = [0] * len(prompt) + [1]
-    samples = [Sample([*prompt, token], mask, [0.0] * len(mask)) for token in told]
+    samples = [Sample([*prompt, token], mask, [0.0] * len(mask)) for token in engine_logprobs]
     (batch,) = micro_batches(samples, 10_000, 0, "cpu", packing=False)
     with torch.no_grad():
-        own, rounded = (
+        exact, rounded = (
             outputs(PolicyModule(policy.model, fp32_head), batch, 1.0).logprobs[:, -1].tolist()
             for fp32_head in (True, False)
         )
     assert on_a_grid(rounded)
-    assert not on_a_grid(own)
-    assert not on_a_grid(list(told.values()))
-    assert math.isclose(max(own), max(told.values()), abs_tol=0.05)
+    assert not on_a_grid(exact)
+    assert not on_a_grid(list(engine_logprobs.values()))
+    assert math.isclose(max(exact), max(engine_logprobs.values()), abs_tol=0.05)
 
 
 def on_a_grid(logprobs: list[float], step: float = 2.0**-12) -> bool:
-    """Whether all differences are multiples of `step`, as those of bfloat16 logits of at least 1/16 are."""
+    """Tells whether all differences are multiples of `step`, as for bfloat16 logits of at least 1/16."""
     steps = [(value - logprobs[0]) / step for value in logprobs]
     return max(abs(s - round(s)) for s in steps) < 0.05

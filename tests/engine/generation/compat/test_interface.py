@@ -56,6 +56,7 @@ def config(model: Path, **changes: Any) -> VllmConfig:
 
 
 def padded(prompts: list[list[int]], **more: Any) -> BatchedDataDict:
+    """A batch of right-padded prompts."""
     width = max((len(prompt) for prompt in prompts), default=0)
     ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], dtype=torch.long)
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
@@ -63,12 +64,13 @@ def padded(prompts: list[list[int]], **more: Any) -> BatchedDataDict:
 
 
 def responses(output: BatchedDataDict) -> list[list[int]]:
-    """Each row's response, by its lengths."""
+    """Each row's response, cut out by its lengths."""
     ends, counts = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
     return [ids[e - n : e] for ids, e, n in zip(output["output_ids"].tolist(), ends, counts, strict=True)]
 
 
 def greedy_by_transformers(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    """The greedy continuation by plain Transformers, up to token 2 or `count` tokens."""
     ids = list(prompt)
     while len(ids) < len(prompt) + count and ids[len(prompt) :][-1:] != [2]:
         with torch.no_grad():
@@ -88,7 +90,7 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
 
 
 def test_outputs_have_the_promised_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
-    """Log-probabilities are those of the distribution drawn from: temperature, top-k and top-p applied."""
+    """Log-probabilities are those of the sampled distribution, after temperature, top-k and top-p."""
     data = padded(PROMPTS * 4)
     data["input_ids"] = data["input_ids"].int()
     output = generation.generate(data)
@@ -111,7 +113,7 @@ def test_outputs_have_the_promised_shapes_types_and_logprobs(generation: VllmGen
 
 
 def truncated_logprobs(network: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """Of each token but the first, at temperature 0.7 among the 50 likeliest that make up nine tenths."""
+    """Log-probability of each token after the first, at temperature 0.7, top-k 50 and top-p 0.9."""
     with torch.no_grad():
         scores = network(torch.tensor([ids])).logits[0].double() / 0.7
     kept = []
@@ -123,14 +125,14 @@ def truncated_logprobs(network: torch.nn.Module, ids: list[int]) -> torch.Tensor
     return torch.stack(kept).float()
 
 
-def test_greedy_is_what_transformers_would_say(generation: VllmGeneration, model: Path) -> None:
+def test_greedy_answers_are_those_of_transformers(generation: VllmGeneration, model: Path) -> None:
     output = generation.generate(padded(PROMPTS), greedy=True)
     policy = HfPolicy(model)
     for row, (prompt, response) in enumerate(zip(PROMPTS, responses(output), strict=True)):
         assert response == greedy_by_transformers(policy.model, prompt, 12)
-        own = policy.logprobs(prompt + response)[len(prompt) - 1 :]
+        expected = policy.logprobs(prompt + response)[len(prompt) - 1 :]
         end = len(prompt) + len(response)
-        assert output["logprobs"][row, len(prompt) : end].tolist() == pytest.approx(own, abs=1e-4)
+        assert output["logprobs"][row, len(prompt) : end].tolist() == pytest.approx(expected, abs=1e-4)
     assert responses(generation.generate(padded(PROMPTS), greedy=True)) == responses(output)
 
 
@@ -148,7 +150,7 @@ async def collect(results: Any) -> list[tuple[int, BatchedDataDict]]:
 
 
 def test_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, model: Path) -> None:
-    """Merged over the batch, either sample's string would end the other's answer, too."""
+    """Merged over the batch, the string of one sample would end the other's answer as well."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     plain = responses(generation.generate(padded([PROMPTS[0]] * 3), greedy=True))[0]
     text = [tokenizer.decode([token]) for token in plain]
@@ -156,11 +158,11 @@ def test_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, mode
     assert early < late
     data = padded([PROMPTS[0]] * 3, stop_strings=[[text[early]], None, ["never said"]])
     output = generation.generate(data, greedy=True)
-    assert responses(output) == [plain[: early + 1], plain, plain]  # what stopped it is part of the answer
+    assert responses(output) == [plain[: early + 1], plain, plain]  # the stop string is part of the answer
     assert output["truncated"].tolist() == [False, *([plain[-1] != 2] * 2)]
 
 
-def test_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None:
+def test_a_sample_that_fails_does_not_affect_the_others(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], [5] * 70, [10**6, 1], [], [7] * 64, PROMPTS[2]]
     output = generation.generate(padded(prompts), greedy=True)
     assert [bool(error) for error in output["errors"]] == [False, True, True, True, True, False]
@@ -173,15 +175,15 @@ def test_one_samples_failure_is_nobody_elses(generation: VllmGeneration) -> None
     assert [responses(output)[0], responses(output)[5]] == alone
 
 
-def test_truncated_says_why_an_answer_ended(generation: VllmGeneration) -> None:
+def test_truncated_marks_answers_that_no_stop_token_ended(generation: VllmGeneration) -> None:
     output = generation.generate(padded([*PROMPTS, [7] * 60]))
     for response, cut in zip(responses(output), output["truncated"].tolist(), strict=True):
         assert cut == (response[-1] != 2)
-    assert len(responses(output)[4]) <= 4  # the context ends
+    assert len(responses(output)[4]) <= 4  # the end of the context
 
 
-def test_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmGeneration) -> None:
-    prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last has room for a single token
+def test_async_results_come_as_they_finish_with_their_place(generation: VllmGeneration) -> None:
+    prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last one has room for a single token
     worker = generation.workers[0]
     results = worker.thread.run(collect(worker.engine.generate_async(padded(prompts), greedy=True)), 60, "a test")
     assert results[0][0] == 2
@@ -195,8 +197,8 @@ def test_results_come_as_they_are_ready_and_say_which_they_are(generation: VllmG
     assert {output["gen_leader_worker_idx"][0] for _, output in results} == {0, 1}
 
 
-def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration) -> None:
-    """Until then, weights are not updated under the running ones."""
+def test_closing_the_async_results_aborts_their_requests(generation: VllmGeneration) -> None:
+    """While the requests run, weights are not updated."""
     worker = generation.workers[0]
 
     async def listen_once() -> int:
@@ -208,10 +210,10 @@ def test_who_stops_listening_leaves_no_request_behind(generation: VllmGeneration
         return int(worker.engine.llm.get_num_unfinished_requests())
 
     assert worker.thread.run(listen_once(), 60, "a test") == 0
-    assert generation.invalidate_kv_cache() is True  # no block is in use, either
+    assert generation.invalidate_kv_cache() is True  # no block is in use
 
 
-def test_texts_in_give_texts_out(generation: VllmGeneration, model: Path) -> None:
+def test_text_prompts_give_text_answers(generation: VllmGeneration, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = ["1+1=", "what", "x" * 500]
     data = BatchedDataDict({"prompts": texts, "stop_strings": [None, ["zz"], None]})
@@ -226,7 +228,7 @@ def test_texts_in_give_texts_out(generation: VllmGeneration, model: Path) -> Non
 
 
 def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> None:
-    """The blocking worker and the asynchronous one answer as `VllmGeneration` does."""
+    """The blocking and the asynchronous worker answer as `VllmGeneration` does."""
     worker = generation.workers[0]
     data, texts = padded(PROMPTS), BatchedDataDict({"prompts": ["1+1="]})
     expected = generation.generate(data, greedy=True)
@@ -241,14 +243,14 @@ def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> No
     assert worker.get_num_unfinished_requests() == 0
 
 
-def test_which_engine_answers_changes_nothing(generation: VllmGeneration) -> None:
-    """Seeds are made of the call and the place; both engines are used."""
+def test_answers_do_not_depend_on_the_engine_that_gives_them(generation: VllmGeneration) -> None:
+    """Seeds are made from the call and the place; both engines are used."""
     first, second = generation.workers
     numbers = next(generation._calls), next(generation._calls)
     assert numbers[1] == numbers[0] + 1
     served: list[int] = []
     for number, worker in enumerate((first, second)):
-        worker.engine._request_numbers = _noting(worker.engine._request_numbers, served, number)
+        worker.engine._request_numbers = _recording(worker.engine._request_numbers, served, number)
     data = padded([PROMPTS[0]] * 8)
     spread = responses(generation.generate(data))
     assert sorted(served) == [0] * 4 + [1] * 4
@@ -256,18 +258,19 @@ def test_which_engine_answers_changes_nothing(generation: VllmGeneration) -> Non
     assert spread == alone
 
 
-def _noting(numbers: Iterator[int], served: list[int], engine: int) -> Iterator[int]:
+def _recording(numbers: Iterator[int], served: list[int], engine: int) -> Iterator[int]:
+    """Yields the numbers, and appends `engine` to `served` at each."""
     for number in numbers:
         served.append(engine)
         yield number
 
 
-def test_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> None:
-    """Level 1 keeps the weights; after level 2 there are none until an update, which comes last in this file."""
+def test_calls_that_an_engines_state_forbids_raise(generation: VllmGeneration) -> None:
+    """Level 1 keeps the weights. Level 2 drops them until an update, and is tested at the end of this file."""
     before = responses(generation.generate(padded(PROMPTS), greedy=True))
-    assert generation.prepare_for_generation() is True  # awake already
+    assert generation.prepare_for_generation() is True  # already awake
     assert generation.finish_generation(level=1) is True
-    assert generation.finish_generation(level=1) is True  # asleep already
+    assert generation.finish_generation(level=1) is True  # already asleep
     for call in (generation.generate, generation.workers[0].generate):
         with pytest.raises(EngineStateError, match="cannot generate: the engine is asleep"):
             call(padded(PROMPTS))
@@ -284,7 +287,7 @@ def test_what_an_engines_state_forbids_raises(generation: VllmGeneration) -> Non
         generation.finish_generation(level=3)
 
 
-def test_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
+def test_each_engine_has_an_openai_server_of_its_own(generation: VllmGeneration) -> None:
     urls = generation.dp_openai_server_base_urls
     assert len(set(urls)) == 2
     for worker, url in zip(generation.workers, urls, strict=True):
@@ -295,7 +298,7 @@ def test_the_openai_server_of_each_engine(generation: VllmGeneration) -> None:
 
 
 def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
-    """One trainer process, two engines: asleep without weights, weights mapped, weights sent, KV cache mapped."""
+    """A trainer updates two engines: they sleep, map their weights, receive, and map the KV cache."""
     policy = HfPolicy(model)
     policy.randomise(seed=5)
     generation.finish_generation()
@@ -318,7 +321,7 @@ def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGener
 def test_weights_from_the_rank_on_the_same_device(
     generation: VllmGeneration, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An update that breaks off raises, and the engine generates nothing until a complete one, which may follow."""
+    """A broken update raises, and the engine generates nothing until a complete one."""
     policy, worker, settings = HfPolicy(model), generation.workers[0], SyncSettings("full", 1 << 18, 60)
     source = source_of(policy)
     policy.randomise(seed=6)
@@ -364,6 +367,7 @@ def source_of(policy: HfPolicy) -> FsdpWeightSource:
 
 
 def assert_weights_are(policy: HfPolicy, generation: VllmGeneration) -> None:
+    """Greedy answers of all engines are those of the policy."""
     expected = [greedy_by_transformers(policy.model, prompt, 12) for prompt in PROMPTS]
     for worker in generation.workers:
         assert responses(worker.generate(padded(PROMPTS), greedy=True)) == expected

@@ -1,4 +1,4 @@
-"""`VllmGeneration` with `vllm_cfg.backend: ray`: actors on a local cluster, which do what child processes do."""
+"""`VllmGeneration` with `vllm_cfg.backend: ray`: actors on a local cluster do what child processes do."""
 
 import json
 import shlex
@@ -31,7 +31,7 @@ from tests.engine.generation.compat.test_interface import (
 from tests.support import forked
 from tests.support.colocated import HfPolicy
 
-pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
+pytestmark = pytest.mark.timeout(600)  # a cluster starts slowly on a busy machine
 
 CPU, SETTINGS = torch.device("cpu"), SyncSettings("sample", 1 << 18, 60)
 
@@ -43,10 +43,10 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """With room for two engines, whose processes are forked; this process is not in it."""
+    """A cluster with room for two engines, whose processes are forked; this process has not joined it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # it would write a token into the home directory
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise the machine's other work comes first
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token into the home directory
         starts = {"py_executable": shlex.join(forked.PYTHON), "env_vars": {forked.ENGINES: "1"}}
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": starts}))
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -62,7 +62,7 @@ def on_ray(model: Path, **engine: object) -> VllmConfig:
 
 
 def engines() -> list[psutil.Process]:
-    """Engines below this process, which are named so; on the cluster, too, as it is this process's."""
+    """The engines below this process, found by their names; the cluster's are among them."""
     children = psutil.Process().children(recursive=True)
     return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and p.name().startswith("VLLM")]
 
@@ -72,7 +72,7 @@ def test_actors_generate_sleep_and_take_weights(cluster: Cluster, model: Path, t
     policy, network = HfPolicy(model), HfPolicy(model).model
     with VllmGeneration(on_ray(model), timeout=240) as generation:
         assert [(worker.engine, worker.device_ids) for worker in generation.workers] == [(None, ["cpu:0"])] * 2
-        assert ray.available_resources().get("CPU", 0) == 0  # placement is Ray's
+        assert ray.available_resources().get("CPU", 0) == 0  # Ray has placed the engines
         assert all(url and url.startswith("http://127.0.0.1:") for url in generation.dp_openai_server_base_urls)
         expected = [greedy_by_transformers(network, prompt, 12) for prompt in PROMPTS]
         assert responses(generation.generate(padded(PROMPTS), greedy=True)) == expected
@@ -108,14 +108,14 @@ def test_actors_generate_sleep_and_take_weights(cluster: Cluster, model: Path, t
             generation.workers[1].generate(padded(PROMPTS))
     with pytest.raises(EngineStateError, match="closed"):
         generation.generate(padded(PROMPTS))
-    assert not ray.is_initialized()  # it was joined by the engines, and is left by them
+    assert not ray.is_initialized()  # `VllmGeneration` has joined the cluster, and left it
     deadline = time.monotonic() + 60
     while engines():
         assert time.monotonic() < deadline, engines()
         time.sleep(0.2)
 
 
-def test_a_cluster_without_room_is_refused_and_left(cluster: Cluster, model: Path) -> None:
+def test_a_cluster_without_room_is_refused_and_left_again(cluster: Cluster, model: Path) -> None:
     with pytest.raises(ValueError, match="3 engines with tensor_parallel_size 1 need 3 CPUs, here are 2: lower"):
         VllmGeneration(on_ray(model, num_replicas=3))
     with pytest.raises(ValueError, match="bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices"):
@@ -123,8 +123,8 @@ def test_a_cluster_without_room_is_refused_and_left(cluster: Cluster, model: Pat
     assert not ray.is_initialized()
 
 
-def test_a_programs_own_cluster_changes_nothing_by_itself(cluster: Cluster, model: Path) -> None:
-    """Engines are children unless the configuration says otherwise, and leave the cluster to the program."""
+def test_a_programs_own_cluster_is_used_only_if_configured(cluster: Cluster, model: Path) -> None:
+    """Engines are children unless the configuration says otherwise, and the program stays in its cluster."""
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         alone = config(model)

@@ -1,4 +1,4 @@
-"""AsyncVLLM on a local Ray cluster: two actors with a real engine each, which do what local processes do."""
+"""AsyncVLLM on a local Ray cluster: two actors with a real engine each do what local processes do."""
 
 import multiprocessing
 import os
@@ -22,14 +22,14 @@ from tests.conftest import TinyModel
 from tests.support import forked
 from tests.support.colocated import HfPolicy
 
-pytestmark = pytest.mark.timeout(600)  # a cluster on a busy machine takes its time to start
+pytestmark = pytest.mark.timeout(600)  # a cluster starts slowly on a busy machine
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True)
 
 
 def greeter() -> type:
-    """A user's own actor class: one more method. Defined here, since Ray's workers cannot import this file."""
+    """A user's own actor class, with one more method. Ray's workers cannot import this file, so it is defined here."""
 
     class Greeter(ServiceEngine):
         async def greet(self, name: str) -> str:
@@ -39,7 +39,7 @@ def greeter() -> type:
 
 
 def semaphore_names() -> Callable[[], None]:
-    """As in tests/__init__.py, of Ray's workers."""
+    """A hook with which Ray's workers name semaphores as tests/__init__.py does."""
 
     def name_semaphores() -> None:
         multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
@@ -55,9 +55,9 @@ def model(tiny_model: TinyModel) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # else the machine's other work comes first
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # it would write a token into the home directory
-        # What a killed actor leaves is then told from what a run leaves (tests/support/shared_memory.py).
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise the machine's other work comes first
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token into the home directory
+        # Files that a killed actor leaves can then be distinguished from a run's (tests/support/shared_memory.py).
         workers = {"worker_process_setup_hook": semaphore_names(), "py_executable": shlex.join(forked.PYTHON)}
         workers |= {"env_vars": {forked.ENGINES: "1"}}
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=workers)
@@ -73,18 +73,18 @@ def service(cluster: None, model: Path) -> Iterator[AsyncVLLM]:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Engines that write to Ray's logs, and what their actors are forked for, and end with."""
-    session, found = Path(ray._private.worker._global_node.get_session_dir_path()).name, []
+    """The engines, which write to Ray's logs, and the forked processes of their actors."""
+    session, processes = Path(ray._private.worker._global_node.get_session_dir_path()).name, []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             engine = process.name().startswith("VLLM") and session in os.readlink(f"/proc/{process.pid}/fd/1")
             actor = forked.__file__ in (line := process.cmdline()) and session in " ".join(line)
             if engine or actor:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def test_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
+def test_answers_keep_the_order_of_prompts_and_errors_name_theirs(service: AsyncVLLM) -> None:
     lengths = [30, 2, 17, 1]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
     outputs = service.generate([[10 + i] for i in range(4)], params)
@@ -96,11 +96,11 @@ def test_answers_in_order_and_errors_of_their_own(service: AsyncVLLM) -> None:
     assert "128" in str(caught.value.exceptions[0])
 
 
-def test_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
+def test_deadlines_and_cancelling_end_requests_in_the_engine(service: AsyncVLLM) -> None:
     with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.05 seconds"):
         service.generate("a", ENDLESS, timeout_seconds=0.05)
     futures = [service.submit([i], ENDLESS) for i in range(6)]
-    assert sum(service.get_num_unfinished_requests()) == 6  # before any actor has answered
+    assert sum(service.get_num_unfinished_requests()) == 6  # counted before any actor answers
     for future in futures:
         future.cancel()
     deadline = time.monotonic() + 60
@@ -110,7 +110,7 @@ def test_deadlines_and_cancelling_end_in_the_engine(service: AsyncVLLM) -> None:
         assert time.monotonic() < deadline
 
 
-def test_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
+def test_actors_report_the_use_of_the_kv_cache(service: AsyncVLLM) -> None:
     deadline = time.monotonic() + 60
     while None in service.get_cache_usage():
         assert time.monotonic() < deadline
@@ -125,7 +125,7 @@ def test_kv_cache_use_comes_from_the_actors(service: AsyncVLLM) -> None:
     assert 0.0 < max(seen) <= 1.0
 
 
-def test_workers_run_their_own_methods_in_actors(service: AsyncVLLM) -> None:
+def test_methods_of_an_actor_class_and_of_workers_can_be_called(service: AsyncVLLM) -> None:
     assert service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
     assert [replica.submit("greet", "you").result(60) for replica in service.actors] == ["hello you"] * 2
     name = f"async-vllm-replica-{service.service_id}-1"
@@ -133,7 +133,7 @@ def test_workers_run_their_own_methods_in_actors(service: AsyncVLLM) -> None:
 
 
 def asker() -> type:
-    """An actor that is not the owner of the engines; see `greeter`."""
+    """An actor class for a process that does not own the engines; defined here as `greeter` is."""
 
     class Asker:
         def ask(self, service: Any, prompts: list[list[int]]) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def asker() -> type:
     return Asker
 
 
-def test_a_copy_in_another_process_generates_at_the_same_time(service: AsyncVLLM) -> None:
-    """The engines outlive it; updates are the owner's."""
+def test_copies_in_other_processes_generate_at_the_same_time(service: AsyncVLLM) -> None:
+    """The engines outlive the copies; only the owner may update weights."""
     mine = [service.submit([i], ENDLESS) for i in range(4)]
     actors = [ray.remote(num_cpus=0)(asker()).remote() for _ in range(2)]
     calls = [actor.ask.remote(service, [[n, 1], [n, 2]]) for n, actor in enumerate(actors)]
@@ -169,7 +169,7 @@ def test_a_copy_in_another_process_generates_at_the_same_time(service: AsyncVLLM
     assert service.generate("a", SamplingParams(max_tokens=1)).finished
 
 
-def test_a_balancer_polls_handles_and_calls_of_workers_are_references(service: AsyncVLLM) -> None:
+def test_a_load_balancer_polls_actors_and_worker_calls_are_references(service: AsyncVLLM) -> None:
     names = [f"async-vllm-replica-{service.service_id}-{number}" for number in range(2)]
     balancer = LoadBalancer(actors=[ray.get_actor(name, namespace="hotbunk") for name in names], strategy="requests")
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(3)]
@@ -184,23 +184,23 @@ def test_a_balancer_polls_handles_and_calls_of_workers_are_references(service: A
     assert ray.get(references, timeout=60) == service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
 
 
-def test_weights_reach_actors(service: AsyncVLLM, model: Path) -> None:
+def test_weights_reach_the_engines_in_actors(service: AsyncVLLM, model: Path) -> None:
     policy = HfPolicy(model)
     policy.randomise(3)
     service.update_weights(policy.model.named_parameters())
-    assert service.get_master_address() == "127.0.0.1"  # a cluster of one node; nothing listens beyond it
+    assert service.get_master_address() == "127.0.0.1"  # the cluster has one node, so loopback is enough
     for index in range(2):
         output: Any = service.generate([4, 5, 6], SamplingParams(max_tokens=4, logprobs=0), actor_index=index)
         sampled = list(output.outputs[0].token_ids)
-        told = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
-        own = policy.logprobs([4, 5, 6, *sampled])[2:]
-        assert max(abs(a - b) for a, b in zip(own, told, strict=True)) < 1e-4
+        sampled_logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
+        expected = policy.logprobs([4, 5, 6, *sampled])[2:]
+        assert max(abs(a - b) for a, b in zip(expected, sampled_logprobs, strict=True)) < 1e-4
         assert output.weight_version == 1
 
 
-def test_a_dead_actor_is_an_error_and_the_end_leaves_nothing(service: AsyncVLLM) -> None:
-    """Last: it ends the service."""
-    deadline = time.monotonic() + 60  # others than these end at some time
+def test_a_dead_actor_raises_and_shutdown_leaves_no_process(service: AsyncVLLM) -> None:
+    """This test is the last, since it ends the service."""
+    deadline = time.monotonic() + 60  # processes of earlier tests may still be ending
     while len(engine_processes()) != 4:
         assert time.monotonic() < deadline, engine_processes()
         time.sleep(0.2)

@@ -1,7 +1,8 @@
-"""NeMo RL's asynchronous worker as its API page prints it: each signature called with the page's own arguments.
+"""NeMo RL's asynchronous worker as its API page prints it: each signature is called with the page's own arguments.
 
-Changed: imports, the model (a tiny one), and the devices (a bundle of one CPU core). `_replace_prefix_tokens` is called
-`replace_prefix_tokens` here. The page's `_create_engine` and `_setup_vllm_*` are internal, and have no counterpart.
+Changed are the imports, the model (a tiny one), and the devices (a bundle of one CPU core). `_replace_prefix_tokens` is
+called `replace_prefix_tokens` here. The page's `_create_engine` and `_setup_vllm_*` are internal, and have no
+counterpart.
 """
 
 import asyncio
@@ -39,11 +40,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "wake_up_async": {},
     "shutdown": {},
 }
-"""Method -> its printed arguments in order, with their defaults; `...` where there is none."""
+"""Method -> its printed arguments in order, with their defaults; `...` for an argument without one."""
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_arguments_stand_in_the_printed_order_and_further_ones_are_optional(name: str) -> None:
+def test_arguments_have_the_printed_order_and_more_are_optional(name: str) -> None:
     printed = PARAMETERS[name]
     taken = list(inspect.signature(getattr(VllmAsyncGenerationWorker, name)).parameters.values())[1:]
     defaults = {p.name: ... if p.default is inspect.Parameter.empty else p.default for p in taken}
@@ -89,7 +90,7 @@ def test_every_method_of_the_page_on_one_worker(tiny_model: TinyModel, tmp_path:
 async def every_method(
     worker: VllmAsyncGenerationWorker, policy: HfPolicy, folder: Path, trainer: ThreadPoolExecutor
 ) -> None:
-    """The trainer's ends run in a thread of their own, as in a program of its own."""
+    """Calls every method; the trainer's ends run in a thread, as in a program of their own."""
 
     async def meanwhile(send: Any, *calls: Any) -> list[Any]:
         running = [asyncio.run_coroutine_threadsafe(call, loop) for call in calls]
@@ -110,10 +111,10 @@ async def every_method(
     assert texts[0]["errors"] == [""]
 
     await worker.reset_prefix_cache_async()
-    await worker.wake_up_async(tags=["weights"])  # harmless while it is awake
+    await worker.wake_up_async(tags=["weights"])  # no effect on an engine that is awake
     await worker.wake_up_async(tags=None)
     await worker.sleep_async()
-    await worker.sleep_async()  # harmless while it sleeps
+    await worker.sleep_async()  # no effect on an engine that is asleep
     assert worker.state.memory is Memory.ASLEEP
     await worker.wake_up_async(tags=["weights"])
     assert worker.state.memory is Memory.WEIGHTS
@@ -148,7 +149,7 @@ async def all_of(outputs: AsyncIterator[tuple[int, Any]]) -> dict[int, Any]:
 
 
 async def assert_samples_of(policy: HfPolicy, worker: VllmAsyncGenerationWorker, data: BatchedDataDict) -> None:
-    """Greedy log-probabilities are plain Transformers'."""
+    """Greedy log-probabilities are those of plain Transformers."""
     for place, output in (await all_of(worker.generate_async(data, greedy=True))).items():
         length, ids = int(data["input_lengths"][place]), output["output_ids"][0].tolist()
         expected = torch.tensor(policy.logprobs(ids)[length - 1 :])

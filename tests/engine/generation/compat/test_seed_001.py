@@ -1,12 +1,12 @@
-"""verl's thread on tool calls in rollouts, as its readers have it: its samplers, its inline calls, its server request.
+"""verl's thread on tool calls in rollouts, from its readers' side: its samplers, inline calls and server request.
 
-What is changed:
+These lines are changed:
 - imports, and the names in quotes where a class of vLLM's is only an annotation;
 - in `FnCallRolloutSampler` a comma, `tools=self.tools` for `tools: self.tools`, `self` in the property, a list of
-  conversations for one, and what stands for the dots;
-- of `FunctionProcessor`, which vLLM calls no longer, the constructor alone: `rollout.tools` has its place;
+  conversations for one, and code in place of the dots;
+- `FunctionProcessor`, which vLLM no longer calls, has only its constructor: `rollout.tools` replaces it;
 - the request's body is JSON: `[{"qualname": …}]` for `"qualname": …`;
-- the model knows the thread's two answers by heart.
+- the model has learned the thread's two answers by heart.
 """
 # ruff: noqa: F401, F811, RET504, UP006, UP035
 
@@ -95,7 +95,7 @@ class FunctionProcessor:
 
 
 class Environment:
-    """The semantics of TRL, as the thread tells them."""
+    """TRL's interface as the thread describes it."""
 
     def generate(self, llm, prompts, sampling_params):
         outputs = llm.generate(prompts, sampling_params)
@@ -119,7 +119,7 @@ function_map = {
 
 
 def favourite(token: int, weight: float) -> Any:
-    """A factory for the requests that name processors: a token becomes more likely than all others."""
+    """A factory of logits processors for requests that name them: one token becomes likelier than all others."""
 
     def factory(params: Any) -> Any:
         if "logits_processors" not in (params.extra_args or {}):
@@ -140,6 +140,7 @@ cite_prompt, shout = favourite(40, 1e4), favourite(50, 2e4)
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
+    """An engine with two logits processors."""
     extra = engine_arguments([f"{__name__}:cite_prompt", f"{__name__}:shout"], v2=False)
     leader = start_engine(model, max_model_len=512, max_num_seqs=16, extra=extra)
     leader.engine.state.adopt_checkpoint(0)
@@ -147,8 +148,8 @@ def leader(model: Path) -> Iterator[Leader]:
     stop(leader)
 
 
-def test_the_threads_samplers_are_samplers(leader: Leader, tokenizer: Any, model: Path) -> None:
-    """One shot is the default, token by token; three chats are one trajectory; an environment may give ids."""
+def test_the_threads_samplers_run_as_they_are(leader: Leader, tokenizer: Any, model: Path) -> None:
+    """One shot is the default, token by token; three chats are one trajectory; an environment may return ids."""
     samplers: dict[str, RolloutSampler] = {"one shot": OneShotRolloutSampler(), "chats": FnCallRolloutSampler()}
     plain = [
         list(facade(leader, tokenizer).generate(p)[0].outputs[0].token_ids)
@@ -157,10 +158,10 @@ def test_the_threads_samplers_are_samplers(leader: Leader, tokenizer: Any, model
     batch = [prompt_batch([ids], [0], tokenizer, 1) for ids in ([14, 50, 77], [20, 21, 22, 23, 24])]
     assert plain
     for one in batch:
-        (found,) = sample(leader, tokenizer, samplers["one shot"], one)
-        (given,) = sample(leader, tokenizer, make_sampler(Environment), one)
-        assert found.response_ids == given.response_ids
-        assert_on_policy(model, [found])
+        (by_outputs,) = sample(leader, tokenizer, samplers["one shot"], one)
+        (by_ids,) = sample(leader, tokenizer, make_sampler(Environment), one)
+        assert by_outputs.response_ids == by_ids.response_ids
+        assert_on_policy(model, [by_outputs])
     three = sample(leader, tokenizer, samplers["chats"], chats(tokenizer, ["hi", "and you?"]))
     assert [t.turns for t in three] == [3, 3]
     assert_on_policy(model, three)
@@ -171,7 +172,7 @@ def test_the_threads_samplers_are_samplers(leader: Leader, tokenizer: Any, model
 
 
 class vLLMRollout:
-    """The lines of verl's that the thread quotes, within an object that has their names."""
+    """verl's lines that the thread quotes, in an object with their names."""
 
     def __init__(self, inference_engine):
         self.inference_engine = inference_engine
@@ -191,14 +192,14 @@ class vLLMRollout:
         return output
 
 
-def test_the_lines_that_verl_samples_by_run(leader: Leader, tokenizer: Any) -> None:
+def test_the_lines_with_which_verl_samples_run(leader: Leader, tokenizer: Any) -> None:
     outputs = vLLMRollout(facade(leader, tokenizer)).generate_sequences([[14, 50, 77], [20, 21]], max_tokens=3, n=2)
     assert [len(output.outputs) for output in outputs] == [2, 2]
     assert all(len(completion.token_ids) <= 3 for output in outputs for completion in output.outputs)
 
 
 def test_the_proof_of_concept_prints_what_the_thread_prints(leader: Leader, tokenizer: Any) -> None:
-    """A processor with the request is refused with the new way; the new way prints the same."""
+    """A processor in the request is refused with a remedy, and the remedy prints what the thread prints."""
     prompts = [
         "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test",
         "Hello world. please say <function> add(3, 302) </function> ",
@@ -237,7 +238,7 @@ def server(leader: Leader) -> Iterator[OpenAIServer]:
 
 
 def test_a_request_names_processors_of_the_recipe(leader: Leader, server: OpenAIServer) -> None:
-    """They work on that request alone, in training, too, by every interface; others are refused in a sentence."""
+    """They apply to that request only, in every interface, also in training; other processors are refused."""
     asked: dict[str, Any] = {"model": "policy", "messages": QUESTION, "max_tokens": 4}
 
     def answered(named: Any) -> list[int]:

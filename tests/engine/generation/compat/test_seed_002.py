@@ -1,7 +1,7 @@
-"""NeMo RL's page on generation: its types, its usage example, its two configurations and its two snippets, as printed.
+"""NeMo RL's page on generation: its types, usage example, two configurations and two snippets, as printed.
 
-Changed: imports, the model (a tiny one), and the devices: CPU cores. The configuration for several GPUs names only what
-differs from the one before it, so the two are put together; it runs with the memory of a tiny model.
+Changed are the imports, the model (a tiny one), and the devices (CPU cores). The configuration for several GPUs names
+only what differs from the one before it, so the two are merged, with the memory of a tiny model.
 """
 
 from concurrent.futures import Future
@@ -77,7 +77,7 @@ def test_printed_types_have_the_printed_keys(spec: Any) -> None:
     assert PRINTED[spec] <= set(spec.__annotations__)
 
 
-def test_printed_names_can_be_imported_and_the_extension_is_shardings() -> None:
+def test_printed_names_can_be_imported_and_sharding_has_the_extension() -> None:
     assert {"VllmGeneration", "VllmGenerationWorker", "VllmConfig"} <= set(generation_package.__all__)
     assert sharding.VllmInternalWorkerExtension.report_device_id.__doc__
     module, _, name = sharding.WORKER_EXTENSION.rpartition(".")
@@ -85,7 +85,7 @@ def test_printed_names_can_be_imported_and_the_extension_is_shardings() -> None:
 
 
 class Backend(GenerationInterface):
-    """What the page asks of a backend, and no more."""
+    """A backend with only the methods that the page asks for."""
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[None]]:
         return []
@@ -161,11 +161,11 @@ def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
 
 
 def test_the_printed_configurations_run(model: Path) -> None:
-    """Token ids only, on two workers of one engine."""
+    """They generate from token ids only, on two workers of one engine."""
     config = yaml.safe_load(CONFIGURATION)["generation"]
     distributed = yaml.safe_load(DISTRIBUTED)["generation"]
     config |= distributed | {"model_name": str(model), "vllm_cfg": config["vllm_cfg"] | distributed["vllm_cfg"]}
-    config["vllm_cfg"] |= {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}  # of a tiny model
+    config["vllm_cfg"] |= {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}  # sizes of a tiny model
     prompts = BatchedDataDict({"input_ids": torch.tensor([[14, 50, 77]]), "input_lengths": torch.tensor([3])})
     with VllmGeneration(config) as generation:
         assert generation.device_uuids == [["cpu:0", "cpu:1"]]

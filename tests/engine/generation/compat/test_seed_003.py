@@ -1,10 +1,10 @@
-"""ChatLearn's page on its vLLM backend, as its user has it: class, pipeline and files as printed, on an engine.
+"""ChatLearn's page on its vLLM backend, from its user's side: class, pipeline and files as printed, on an engine.
 
-What is changed:
+These lines are changed:
 - imports: from `generation` instead of `chatlearn` and `chatlearn.utils.vllm_utils`;
 - the skeleton's empty methods are filled in as the page's text says, and `setup` calls `load_checkpoint`;
-- `_forward_step` returns `self.execute_step(data)`: as printed it is tried by itself;
-- the hyper-parameters that vLLM has no longer (`max_paddings`, `swap_space`) are tried by themselves;
+- `_forward_step` returns `self.execute_step(data)`: a test of its own has the printed line;
+- hyper-parameters that vLLM no longer has (`max_paddings`, `swap_space`) have a test of their own;
 - the model's name, and `kv_cache_memory_bytes`, since other engines share this machine.
 """
 # ruff: noqa: RET504, UP006, UP035
@@ -132,6 +132,8 @@ class VLLMPolicyInference(VLLMModule):
 
 
 class AsPrinted(VLLMPolicyInference):
+    """The class with `_forward_step` as the page prints it."""
+
     def _forward_step(self, data, iteration, eval_mode):
         assert iteration >= 0
         assert isinstance(eval_mode, bool)
@@ -170,7 +172,7 @@ def policy(folder: Path, model: Path) -> Iterator[VLLMPolicyInference]:
 
 
 def test_the_pages_class_answers_in_training(policy: VLLMPolicyInference, model: Path) -> None:
-    """Two numbered answers to each prompt, with the log-probabilities of plain Transformers, and their sum."""
+    """Each prompt has two numbered answers, with plain Transformers' log-probabilities and their sum."""
     rows = policy.build_dataset(["one", "and three"])
     assert [prompt for prompt, _ in rows.prompts] == ["one", "and three"]
     answers = policy.generate([rows[i] for i in range(len(rows))])
@@ -190,7 +192,7 @@ def test_the_pages_class_answers_in_training(policy: VLLMPolicyInference, model:
 
 
 def test_the_pages_class_answers_in_evaluation(policy: VLLMPolicyInference, model: Path) -> None:
-    """Greedily, as its hyper-parameters say: what plain Transformers answers with the loaded checkpoint's weights."""
+    """The answers are greedy, as its hyper-parameters say, and those of plain Transformers with the checkpoint."""
     (row,) = policy.build_dataset(["one"], is_eval=True)
     answers = policy.generate([row], is_eval=True)
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -202,13 +204,11 @@ def test_the_pages_class_answers_in_evaluation(policy: VLLMPolicyInference, mode
         assert answer["text"] == tokenizer.decode(expected).rstrip("\ufffd")  # vLLM waits for a character's last byte
 
 
-def test_an_empty_batch_is_decoded_as_any(policy: VLLMPolicyInference) -> None:
+def test_an_empty_batch_gives_no_answers(policy: VLLMPolicyInference) -> None:
     assert policy.generate([]) == policy.decode_internal([]) == []
 
 
-def test_what_the_page_says_of_the_scheduler_is_refused_with_a_remedy(
-    policy: VLLMPolicyInference, folder: Path
-) -> None:
+def test_the_pages_scheduler_arguments_are_refused_with_a_remedy(policy: VLLMPolicyInference, folder: Path) -> None:
     printed = AsPrinted(folder / "rlhf.yaml", policy.llm)
     (row,) = printed.build_dataset(["one"])
     with pytest.raises(ValueError, match=r"return self\.execute_step\(data\) from forward_step"):

@@ -1,11 +1,11 @@
 """TorchRL's AsyncVLLM as its own documentation uses it: the examples of its docstrings, one after another.
 
-Changed are the imports; the models' names, of which one tiny model stands for all; and counts: `num_devices` and
+Changed are the imports, the models' names (one tiny model stands for all), and counts: `num_devices` and
 `tensor_parallel_size` 2 are 1, `num_replicas` 3 and that of `launch` are 2 and 1. Services are shut down. Besides:
 
-- `make_async_vllm_engine("Qwen/Qwen2.5-3B")`: its arguments are keyword-only in TorchRL, too, so it is `model_name=`.
+- `make_async_vllm_engine("Qwen/Qwen2.5-3B")` passes `model_name=`: its arguments are keyword-only in TorchRL, too.
 - `sampling_params` of that example is defined in another one.
-- The futures of `init_weight_update_group` are waited for with `result`: the service is rank 0 itself.
+- The futures of `init_weight_update_group` are awaited with `result`: the service is rank 0 itself.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.support.colocated import HfPolicy
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With room for the 4,096 tokens of an example."""
+    """A model with room for the 4,096 tokens of an example."""
     folder = Path(shutil.copytree(tiny_model(), tmp_path_factory.mktemp("long") / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
@@ -47,7 +47,7 @@ def two_replicas(model: str) -> Iterator[AsyncVLLM]:
 
 
 class Lines(logging.Handler):
-    """Keeps what vLLM logs."""
+    """A handler that keeps vLLM's log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -75,13 +75,13 @@ def test_simple_usage_shows_throughput(model: str, monkeypatch: pytest.MonkeyPat
         while not any("Avg generation throughput" in line for line in seen.lines):
             assert time.monotonic() < deadline, seen.lines
             service.generate("Hello, world!", SamplingParams(max_tokens=50, ignore_eos=True))
-        assert all(handler.level <= logging.INFO for handler in logger.handlers)  # so that it is shown, too
+        assert all(handler.level <= logging.INFO for handler in logger.handlers)  # no handler hides the line
     finally:
         logger.removeHandler(seen)
         service.shutdown()
 
 
-def test_engine_args_directly(model: str) -> None:
+def test_engine_args_can_be_given_directly(model: str) -> None:
     # Alternative: using AsyncEngineArgs directly for advanced configuration
     engine_args = AsyncEngineArgs(model=model, tensor_parallel_size=1)
     service = AsyncVLLM.launch(engine_args, num_replicas=1)
@@ -92,7 +92,7 @@ def test_engine_args_directly(model: str) -> None:
         service.shutdown()
 
 
-def test_fp32_output(model: str) -> None:
+def test_fp32_output_generates(model: str) -> None:
     # Create with FP32 output enabled
     service = make_async_vllm_engine(model_name=model, enable_fp32_output=True)
     try:
@@ -104,7 +104,7 @@ def test_fp32_output(model: str) -> None:
         service.shutdown()
 
 
-def test_load_balancers(two_replicas: AsyncVLLM) -> None:
+def test_the_load_balancer_examples_run(two_replicas: AsyncVLLM) -> None:
     service = two_replicas
     # Use smart defaults (prefix-aware -> requests)
     lb = service.create_load_balancer()
@@ -142,7 +142,7 @@ def test_load_balancers(two_replicas: AsyncVLLM) -> None:
     service.create_load_balancer()
 
 
-def test_requests_of_all_forms_and_their_loads(two_replicas: AsyncVLLM) -> None:
+def test_requests_of_all_forms_are_answered_and_counted(two_replicas: AsyncVLLM) -> None:
     service, sampling_params = two_replicas, SamplingParams(max_tokens=4)
     results = service.generate(["Hello", "world"], sampling_params)
     assert [result.prompt for result in results] == ["Hello", "world"]
@@ -155,8 +155,8 @@ def test_requests_of_all_forms_and_their_loads(two_replicas: AsyncVLLM) -> None:
     assert service.collective_rpc("check_nccl_group_ready", timeout=60) == [[False], [False]]
 
 
-def test_weights_by_the_interface_of_an_engine(two_replicas: AsyncVLLM, model: str) -> None:
-    """`RLvLLMEngine`'s methods, in the order in which its updater calls them."""
+def test_weights_are_updated_by_the_methods_of_rlvllmengine(two_replicas: AsyncVLLM, model: str) -> None:
+    """`RLvLLMEngine`'s methods are called in the order in which its updater calls them."""
     service, trainer = two_replicas, HfPolicy(model, dtype=torch.bfloat16)
     trainer.randomise(1)
     assert service.get_tp_size() == 1

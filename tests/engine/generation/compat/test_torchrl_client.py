@@ -1,6 +1,6 @@
-"""TorchRL's own client classes, unmodified, with a service of ours for their engine.
+"""TorchRL's own client classes, unmodified, with our service as their engine.
 
-Skipped where TorchRL is not installed; `bash scripts/try_ecosystem.sh torchrl` installs it, and runs this.
+Skipped if TorchRL is not installed; `bash scripts/try_ecosystem.sh torchrl` installs it, and runs these tests.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ PROMPTS = [[5, 6, 7, 8], [4, 8, 9, 10]]
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel) -> Path:
-    """With tied embeddings."""
+    """A model with tied embeddings."""
     return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def service(model: Path) -> Iterator[Any]:
-    """Made where TorchRL has been imported."""
+    """A service that is made after TorchRL has been imported."""
     from torchrl.collectors.llm import vLLMUpdaterV2  # noqa: F401
     from torchrl.modules.llm import vLLMWrapper  # noqa: F401
 
@@ -47,7 +47,7 @@ def wrapper(service: Any, **options: Any) -> Any:
 
 
 def scored(service: Any) -> torch.Tensor:
-    """Log-probabilities of the prompts' tokens but the first, as TorchRL's wrapper has the engine tell them."""
+    """Log-probabilities of the prompts' tokens after the first, which TorchRL's wrapper gets from the engine."""
     from tensordict import TensorDict
     from torchrl.modules.llm.policies import Tokens
 
@@ -56,11 +56,12 @@ def scored(service: Any) -> torch.Tensor:
     return score(TensorDict(tokens=full, batch_size=[2]))["log_probs"].full[:, 1:]
 
 
-def own(policy: HfPolicy) -> torch.Tensor:
+def expected(policy: HfPolicy) -> torch.Tensor:
+    """The policy's log-probabilities of the same tokens."""
     return torch.tensor([policy.logprobs(ids) for ids in PROMPTS])
 
 
-def test_texts_get_texts_and_log_probabilities(service: Any) -> None:
+def test_text_prompts_get_texts_and_log_probabilities(service: Any) -> None:
     from tensordict import TensorDict
     from torchrl.modules.llm.policies import Text
 
@@ -73,7 +74,7 @@ def test_texts_get_texts_and_log_probabilities(service: Any) -> None:
         assert logprobs.shape == ids.shape and 1 <= len(ids) <= 6 and (logprobs <= 0).all()
 
 
-def test_a_history_gets_its_answer(service: Any, model: Path) -> None:
+def test_a_chat_history_gets_an_answer(service: Any, model: Path) -> None:
     from tensordict import TensorDict
     from torchrl.data.llm import History
     from torchrl.modules.llm.policies import ChatHistory
@@ -96,7 +97,7 @@ def test_tokens_are_scored_as_transformers_scores_them(service: Any, model: Path
     prompts = Tokens(prompt=torch.tensor(PROMPTS), batch_size=[2])
     out = wrapper(service, input_mode="tokens", pad_output=True)(TensorDict(tokens=prompts, batch_size=[2]))
     assert out["tokens"].response.shape[0] == out["log_probs"].response.shape[0] == 2
-    assert (scored(service) - own(HfPolicy(model))).abs().max() < 1e-4
+    assert (scored(service) - expected(HfPolicy(model))).abs().max() < 1e-4
 
 
 def test_the_updater_pushes_a_tied_model_which_then_answers(service: Any, model: Path) -> None:
@@ -112,7 +113,7 @@ def test_the_updater_pushes_a_tied_model_which_then_answers(service: Any, model:
         policy.randomise(version)
         updater.push_weights_from_transformers(TransformersWrapper(policy.model, tokenizer=service.get_tokenizer()))
         assert service.weight_version == version
-        for _ in range(2):  # both engines, by turns
-            assert (scored(service) - own(policy)).abs().max() < 1e-4
-    updater.push_weights(iter(()))  # a warning, and the engines go on
-    assert (scored(service) - own(policy)).abs().max() < 1e-4
+        for _ in range(2):  # both engines in turn
+            assert (scored(service) - expected(policy)).abs().max() < 1e-4
+    updater.push_weights(iter(()))  # only a warning, and the engines keep their weights
+    assert (scored(service) - expected(policy)).abs().max() < 1e-4

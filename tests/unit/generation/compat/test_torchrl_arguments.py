@@ -159,22 +159,23 @@ ELSEWHERE: dict[Callable[..., Any], dict[str, str]] = {  # where an argument is 
     AsyncVLLM.generate: {"use_tqdm": "row", "return_exceptions": "row", "removed": "refused"},
     AsyncVLLM.collective_rpc: {"timeout": "test_waits_for_engines_end"},
     AsyncVLLM.collective_rpc_futures: {"timeout": "row: collective_rpc_futures"},
-    AsyncVLLM.create_load_balancer: {"strategy": "test_load_balancers", "options": "test_load_balancers"},
+    AsyncVLLM.create_load_balancer: dict.fromkeys(("strategy", "options"), "test_the_load_balancer_examples_run"),
     AsyncVLLM.launch: {
-        **dict.fromkeys(("engine_args", "num_replicas"), "test_engine_args_directly"), "options": "row: backend",
+        **dict.fromkeys(("engine_args", "num_replicas"), "test_engine_args_can_be_given_directly"),
+        "options": "row: backend",
     },
-    AsyncVLLM.get_num_unfinished_requests: {"actor_index": "test_an_engine_by_its_index"},
-    AsyncVLLM.get_cache_usage: {"actor_index": "test_an_engine_by_its_index"},
-    AsyncVLLM.shutdown: {"drain_seconds": "test_the_end_lets_requests_end_and_leaves_nothing"},
-    LoadBalancer.select_actor: {"prompt": "test_load_balancers", "request_context": "row"},
+    AsyncVLLM.get_num_unfinished_requests: {"actor_index": "test_calls_can_name_an_engine_by_its_index"},
+    AsyncVLLM.get_cache_usage: {"actor_index": "test_calls_can_name_an_engine_by_its_index"},
+    AsyncVLLM.shutdown: {"drain_seconds": "test_shutdown_lets_requests_end_and_leaves_no_process"},
+    LoadBalancer.select_actor: {"prompt": "test_the_load_balancer_examples_run", "request_context": "row"},
     WeightUpdates.update_weights: {
         "weights": "test_weights_reach_engines_by_broadcast",
-        "version": "test_a_trainers_own_sender_reaches_the_engines",
+        "version": "test_a_sender_of_the_trainers_own_updates_the_engines",
     },
     VllmInternalWorkerExtension.init_weight_update_group: dict.fromkeys(
         ("master_address", "master_port", "rank_offset", "world_size"), "trainers_group"),
     VllmInternalWorkerExtension.update_weight: dict.fromkeys(
-        ("name", "dtype_name", "shape", "timeout_s"), "test_weights_come_one_by_one_to_torchrls_names"),
+        ("name", "dtype_name", "shape", "timeout_s"), "test_torchrls_update_weight_sends_a_version_weight_by_weight"),
     sharding.stateless_init_process_group: dict.fromkeys(
         ("master_address", "master_port", "rank", "world_size", "device", "timeout"), "trainers_group"),
 }  # fmt: skip
