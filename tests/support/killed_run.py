@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from tests.support.real_run import Run, differences, seeing_sections, write_recipe  # noqa: E402
+from tests.support.real_run import Run, differences, multimodal_sections, write_recipe  # noqa: E402
 
 MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "export")
 STARTS = MOMENTS[:2]
@@ -435,7 +435,7 @@ def main() -> int:
     kind: dict[str, Any] = {"architecture": "qwen3_moe", "tied": False} if options.mixture else {}
     seen: dict[str, dict[str, Any]] = {}
     if options.images:
-        model, seen = seeing_sections(folder)
+        model, seen = multimodal_sections(folder)
     else:
         model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
     routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}

@@ -58,7 +58,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
     return path
 
 
-def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+def multimodal_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Makes a tiny multimodal model, and a recipe's sections for it: rows of 0, 1 and 2 images of different sizes."""
     from scripts.tiny_vlm import make_tiny_vlm
     from tests.support.pictures import picture
@@ -67,15 +67,15 @@ def seeing_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
         picture(width, 56).save(folder / f"{width}.png")
     images = [[], ["56.png"], ["28.png", "84.png"]]
     rows = [{"prompt": f"Count {n}: ", "image": images[n % 3]} for n in range(36)]
-    for name, some in {"seen_train": rows[:24], "seen_eval": rows[24:30]}.items():
+    for name, some in {"image_train": rows[:24], "image_eval": rows[24:30]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    data = {"path": str(folder / "seen_train.jsonl"), "image_key": "image", "max_images": 2, "max_prompt_tokens": 64}
+    data = {"path": str(folder / "image_train.jsonl"), "image_key": "image", "max_images": 2, "max_prompt_tokens": 64}
     sections: dict[str, dict[str, Any]] = {
         "data": data | {"answer_key": None},
-        "eval": {"datasets": {"held_out": {"path": str(folder / "seen_eval.jsonl")}}},
+        "eval": {"datasets": {"held_out": {"path": str(folder / "image_eval.jsonl")}}},
         "engine": {"max_model_len": 96},
     }
-    return make_tiny_vlm(folder / "seeing", largest_image=2), sections
+    return make_tiny_vlm(folder / "multimodal", largest_image=2), sections
 
 
 class Run:

@@ -17,7 +17,7 @@ from sharding.ranks import rank
 from tests.support import critic_checks, three_steps
 from tests.support import policy_checks as checks
 from tests.support.deepspeed_checks import zero_policy
-from tests.support.seen_rows import make_rows, plain_forward, plain_gradients
+from tests.support.image_rows import make_rows, plain_forward, plain_gradients
 from tests.support.sequence_checks import sharing
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches

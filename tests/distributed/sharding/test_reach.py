@@ -28,8 +28,8 @@ FAMILIES = [
     ("deepseek_v2", False),
 ]
 NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
-SEEING = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
-SEEING_CASES = ("fsdp 2", "zero3 1")
+MULTIMODAL = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
+MULTIMODAL_CASES = ("fsdp 2", "zero3 1")
 CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
 """Number of ranks -> cases: the policy's backend and the engines' tensor-parallel size."""
 WITH_ADAPTERS = ("fsdp 1 lora", "fsdp 2 lora", "zero3 1 lora", "zero3 2 lora")
@@ -54,14 +54,14 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, st
 def multimodal_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Runs the cases of multimodal models, whose encoders vLLM loads as well."""
     models, file = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("results") / "found.json"
-    for kind, tied in SEEING:
+    for kind, tied in MULTIMODAL:
         make_tiny_vlm(models / f"{kind}_{tied}", architecture=kind, tied=tied)
-    run_ranks(reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *SEEING_CASES], images=True)
+    run_ranks(reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *MULTIMODAL_CASES], images=True)
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize(("kind", "tied"), SEEING)
-@pytest.mark.parametrize("case", SEEING_CASES)
+@pytest.mark.parametrize(("kind", "tied"), MULTIMODAL)
+@pytest.mark.parametrize("case", MULTIMODAL_CASES)
 def test_multimodal_weights_that_ranks_send_are_those_vllm_loads(
     multimodal_failures: dict[str, str], case: str, kind: str, tied: bool
 ) -> None:

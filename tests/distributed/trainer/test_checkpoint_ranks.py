@@ -61,7 +61,7 @@ class ShardedPolicy:
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 1), (1, 3)])
-def test_saved_by_some_ranks_loaded_by_others(tmp_path: Path, savers: int, loaders: int) -> None:
+def test_a_checkpoint_of_some_ranks_loads_on_others(tmp_path: Path, savers: int, loaders: int) -> None:
     run_ranks(saves, savers, arguments=[str(tmp_path)])
     run_ranks(loads, loaders, arguments=[str(tmp_path)])
 

@@ -31,7 +31,7 @@ def one_trial(name: str, findings: str) -> None:
         ),
     ],
 )
-def test_a_trial_finds_nothing_wrong_here(name: str, ranks: int, expected: list[str], tmp_path: Path) -> None:
+def test_every_trial_finds_this_machine_in_order(name: str, ranks: int, expected: list[str], tmp_path: Path) -> None:
     path = tmp_path / "findings.jsonl"
     run_ranks(one_trial, ranks, 300, [name, str(path)])
     findings = {finding["what"]: finding for finding in map(json.loads, path.read_text().splitlines())}

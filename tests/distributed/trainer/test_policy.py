@@ -51,7 +51,9 @@ def test_two_ranks_send_the_checkpoint(two_ranks: dict[str, str], kind: str, tie
 
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_gradients_of_one_and_four_micro_batches(one_rank: None, models: Path, budget: int, name: str) -> None:
+def test_one_and_four_micro_batches_have_the_plain_gradients(
+    one_rank: None, models: Path, budget: int, name: str
+) -> None:
     batches = checks.own_batches(checks.make_samples(), budget)
     assert len(batches) == (1 if budget > 40 else 4)
     checks.check_gradients(models, "qwen2", True, budget, name)
@@ -187,8 +189,8 @@ def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: P
     assert torch.isfinite(policy.score(checks.own_batches(checks.make_samples(), 60), 1.0)[0].logprobs).all()
 
 
-def test_checkpoint_views_of_fused_experts(models: Path) -> None:
-    """Views are expert by expert, gate before up, and equal slices of a real tensor."""
+def test_checkpoint_views_of_fused_experts_go_expert_by_expert(models: Path) -> None:
+    """In each expert, gate is before up; the views equal slices of a real tensor."""
     source = checks.model_folder(models, "qwen3_moe", False)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     stored = load_file(source / "model.safetensors")

@@ -12,7 +12,7 @@ from tests.support.launch import run_ranks
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The errors of each check on two ranks."""
-    folder = tmp_path_factory.mktemp("seeing")
+    folder = tmp_path_factory.mktemp("multimodal")
     for kind in vision_checks.KINDS:
         vision_checks.add_head(make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32))
     file = folder / "found.json"

@@ -45,7 +45,7 @@ def user(*parts: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-class Seeing:
+class ImageEngine:
     """A tiny multimodal model, its processor, and an engine for it."""
 
     def __init__(self, folder: Path) -> None:
@@ -78,8 +78,9 @@ class Seeing:
 
 
 @pytest.fixture(scope="module")
-def seeing(tiny_vlm: Callable[..., Path]) -> Iterator[Seeing]:
-    started = Seeing(tiny_vlm())
+def vlm(tiny_vlm: Callable[..., Path]) -> Iterator[ImageEngine]:
+    """The engine that all tests of this file share."""
+    started = ImageEngine(tiny_vlm())
     yield started
     started.leader.close()
 
@@ -87,50 +88,50 @@ def seeing(tiny_vlm: Callable[..., Path]) -> Iterator[Seeing]:
 @pytest.mark.parametrize(
     ("parts", "count"), [(["what?"], 0), (["", "what?"], 1), (["", " and ", "", "", " last"], 3), (["last ", ""], 1)]
 )
-def test_answers_to_images_have_transformers_log_probabilities(seeing: Seeing, parts: list[str], count: int) -> None:
+def test_answers_to_images_have_transformers_log_probabilities(vlm: ImageEngine, parts: list[str], count: int) -> None:
     pictures = PICTURES[:count]
-    ids, spans = seeing.processor.expand([user(*parts)], pictures)
-    answer = seeing.complete(ids, pictures, spans)
+    ids, spans = vlm.processor.expand([user(*parts)], pictures)
+    answer = vlm.complete(ids, pictures, spans)
     assert answer.prompt_ids == ids
-    expected = seeing.plain_logprobs(ids + answer.token_ids, pictures, spans)[len(ids) - 1 :]
+    expected = vlm.plain_logprobs(ids + answer.token_ids, pictures, spans)[len(ids) - 1 :]
     torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=2e-5, rtol=0)
 
 
-def test_a_wrong_number_of_image_tokens_is_an_error_that_names_the_image(seeing: Seeing) -> None:
-    ids, spans = seeing.processor.expand([user("", "", "what?")], PICTURES[:2])
+def test_a_wrong_number_of_image_tokens_is_an_error_that_names_the_image(vlm: ImageEngine) -> None:
+    ids, spans = vlm.processor.expand([user("", "", "what?")], PICTURES[:2])
     with pytest.raises(ImageCountError, match=r"image 2 \(98 x 70 pixels\) takes 8 tokens in the engine, but 4 in"):
-        seeing.complete(ids, (PICTURES[0], PICTURES[0]), spans)
+        vlm.complete(ids, (PICTURES[0], PICTURES[0]), spans)
 
 
-def test_more_images_than_a_request_may_have_are_refused(seeing: Seeing) -> None:
+def test_more_images_than_a_request_may_have_are_refused(vlm: ImageEngine) -> None:
     pictures = PICTURES + PICTURES[:1]
-    ids, spans = seeing.processor.expand([user("", "", "", "", "what?")], pictures)
+    ids, spans = vlm.processor.expand([user("", "", "", "", "what?")], pictures)
     with pytest.raises(ValueError, match=r"4 images are more than a request may have \(3\)"):
-        seeing.complete(ids, pictures, spans)
+        vlm.complete(ids, pictures, spans)
 
 
-def test_a_sampled_image_token_is_not_taken_for_an_image(seeing: Seeing) -> None:
+def test_a_sampled_image_token_is_not_taken_for_an_image(vlm: ImageEngine) -> None:
     # https://github.com/modelscope/ms-swift/issues/9287
-    [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
-    ids, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
+    [pad] = vlm.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
+    ids, spans = vlm.processor.expand([user("", "what?")], PICTURES[:1])
     for sampled in ([pad] * spans[0][1], [pad]):  # as many as an image has, or fewer
         longer = [*sampled, *ids]
         moved = ((spans[0][0] + len(sampled), spans[0][1]),)
-        answer = seeing.complete(longer, PICTURES[:1], moved)
+        answer = vlm.complete(longer, PICTURES[:1], moved)
         assert answer.prompt_ids == longer
-        assert answer.logprobs != seeing.complete(longer, (), ()).logprobs  # the image has an effect
+        assert answer.logprobs != vlm.complete(longer, (), ()).logprobs  # the image has an effect
 
 
-def test_answers_to_images_are_the_same_in_slices(seeing: Seeing) -> None:
+def test_answers_to_images_are_the_same_in_slices(vlm: ImageEngine) -> None:
     """They are equal bit for bit at temperature 1: an answer that continues has its images again."""
     sampled = {"sampling": SamplingSettings(max_tokens=12)}
     requests = []
     for count, parts in enumerate([["what?"], ["", "what?"], ["last ", "", ""]]):
-        ids, spans = seeing.processor.expand([user(*parts)], PICTURES[:count])
+        ids, spans = vlm.processor.expand([user(*parts)], PICTURES[:count])
         requests.append((ids, PICTURES[:count], spans))
-    uncut = [seeing.complete(*one, **sampled) for one in requests]
-    episodes = [lambda gate, one=one: seeing.answer(*one, turnstile=gate, **sampled) for one in requests]
-    with Episodes(seeing.leader, 5, episodes) as running:
+    uncut = [vlm.complete(*one, **sampled) for one in requests]
+    episodes = [lambda gate, one=one: vlm.answer(*one, turnstile=gate, **sampled) for one in requests]
+    with Episodes(vlm.leader, 5, episodes) as running:
         cut = running.results()
     for one, other in zip(uncut, cut, strict=True):
         assert len(one.token_ids) > 5 and one.token_ids == other.token_ids and one.logprobs == other.logprobs
@@ -147,14 +148,14 @@ def shown(*parts: str | Image) -> dict[str, Any]:
 
 
 def by_client(
-    seeing: Seeing, client: Client, row: tuple[Image, ...] = (), slice_tokens: int = 0, **rules: Any
+    vlm: ImageEngine, client: Client, row: tuple[Image, ...] = (), slice_tokens: int = 0, **rules: Any
 ) -> list[Trajectory]:
     """Runs one greedy episode of a client for a row with these images, in slices if `slice_tokens` is set."""
-    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[seeing.processor.tokenizer.eos_token_id])
+    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[vlm.processor.tokenizer.eos_token_id])
     settings = RolloutSettings(1, sampling, policy_version=0, seed=1, step=2)
-    image_rules = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
-    ids, spans = seeing.processor.expand([user(*["" for _ in row], "what?")], row)
-    engine, tokenizer = seeing.leader.engine, seeing.processor.tokenizer
+    image_rules = ImageRules(**({"processor": vlm.processor, "most": 3} | rules))
+    ids, spans = vlm.processor.expand([user(*["" for _ in row], "what?")], row)
+    engine, tokenizer = vlm.leader.engine, vlm.processor.tokenizer
     llm = PolicyLLM(engine, tokenizer, settings, 3, 1, ids, images=row, image_spans=spans, image_rules=image_rules)
     function = ClientRollout(client, start_server, 60)
 
@@ -175,7 +176,7 @@ def by_client(
             opening.cancel()
             await function.aclose()
 
-    return seeing.leader.thread.run(go(), 90, "an episode")
+    return vlm.leader.thread.run(go(), 90, "an episode")
 
 
 async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
@@ -191,55 +192,55 @@ async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any
 
 
 def test_two_turns_of_a_client_have_transformers_log_probabilities(
-    seeing: Seeing,
+    vlm: ImageEngine,
 ) -> None:
-    [trajectory] = by_client(seeing, look_twice, PICTURES[:1])
+    [trajectory] = by_client(vlm, look_twice, PICTURES[:1])
     assert trajectory.turns == 2 and trajectory.images == PICTURES[:2] and trajectory.reward == 0.5
     assert trajectory.metrics["server/retemplated"] == 0
     ids = trajectory.prompt_ids + trajectory.response_ids
-    expected, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
+    expected, spans = vlm.processor.expand([user("", "what?")], PICTURES[:1])
     assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
-    [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
+    [pad] = vlm.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
     start, length = trajectory.image_spans[1]
     assert ids[start - 1 : start + length + 1] == [ids[spans[0][0] - 1], *[pad] * length, ids[sum(spans[0])]]
-    plain = seeing.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
+    plain = vlm.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
     mask = torch.tensor(trajectory.loss_mask).bool()
     gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
     assert mask.sum() > 4 and gap.max() <= 1e-4
-    [cut] = by_client(seeing, look_twice, PICTURES[:1], slice_tokens=2)
+    [cut] = by_client(vlm, look_twice, PICTURES[:1], slice_tokens=2)
     assert cut.response_ids == trajectory.response_ids and cut.image_spans == trajectory.image_spans
     torch.testing.assert_close(torch.tensor(cut.logprobs), torch.tensor(trajectory.logprobs), atol=2e-5, rtol=0)
 
 
-def test_the_limit_on_images_that_a_client_adds_excludes_the_rows(seeing: Seeing) -> None:
+def test_the_limit_on_images_that_a_client_adds_excludes_the_rows(vlm: ImageEngine) -> None:
     added = len(PICTURES[1].data)
-    [trajectory] = by_client(seeing, look_twice, PICTURES[:1], max_bytes=added)
+    [trajectory] = by_client(vlm, look_twice, PICTURES[:1], max_bytes=added)
     assert not trajectory.error
-    [failed] = by_client(seeing, look_twice, PICTURES[:1], max_bytes=added - 1)
+    [failed] = by_client(vlm, look_twice, PICTURES[:1], max_bytes=added - 1)
     assert "the request has images of" in failed.error
 
 
-def test_a_wrong_number_of_image_tokens_ends_a_clients_rollout(seeing: Seeing, tiny_vlm: Callable[..., Path]) -> None:
+def test_a_wrong_number_of_image_tokens_ends_a_clients_rollout(vlm: ImageEngine, tiny_vlm: Callable[..., Path]) -> None:
     other = ImageProcessor(str(tiny_vlm(largest_image=2)))  # it gives that image 2 tokens
     sentence = r"image 1 of row 5 of rows.jsonl \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"
     with pytest.raises(ImageCountError, match=sentence):  # the name is kept, though the client sends a data URL
-        by_client(seeing, look_twice, (replace(PICTURES[0], name="image 1 of row 5 of rows.jsonl"),), processor=other)
+        by_client(vlm, look_twice, (replace(PICTURES[0], name="image 1 of row 5 of rows.jsonl"),), processor=other)
 
 
-def by_sampler(seeing: Seeing, sampler: Any, row: tuple[Image, ...], **rules: Any) -> list[Trajectory]:
+def by_sampler(vlm: ImageEngine, sampler: Any, row: tuple[Image, ...], **rules: Any) -> list[Trajectory]:
     """Draws two greedy samples of a prompt with the row's images."""
-    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[seeing.processor.tokenizer.eos_token_id])
+    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[vlm.processor.tokenizer.eos_token_id])
     settings = RolloutSettings(2, sampling, policy_version=0, seed=1, step=2)
     messages = [user(*["" for _ in row], "what?")]
-    ids, spans = seeing.processor.expand(messages, row)
+    ids, spans = vlm.processor.expand(messages, row)
     stored = [StoredImage(lambda image=image: image.data, image.digest, image.size) for image in row]
-    batch = prompt_batch([ids], [0], seeing.processor.tokenizer, 2, [messages], images=[(stored, spans)])
-    limits = ImageRules(**({"processor": seeing.processor, "most": 3} | rules))
+    batch = prompt_batch([ids], [0], vlm.processor.tokenizer, 2, [messages], images=[(stored, spans)])
+    limits = ImageRules(**({"processor": vlm.processor, "most": 3} | rules))
 
     async def score(trajectory: Trajectory) -> None: ...
 
-    work = sample_batch(seeing.leader.engine, seeing.processor.tokenizer, sampler, batch, settings, score, 60, limits)
-    return seeing.leader.thread.run(work, 90, "a rollout")
+    work = sample_batch(vlm.leader.engine, vlm.processor.tokenizer, sampler, batch, settings, score, 60, limits)
+    return vlm.leader.thread.run(work, 90, "a rollout")
 
 
 def chats(llm: Any, prompts: Any, params: Any) -> Any:
@@ -282,16 +283,16 @@ def tokens(llm: Any, prompts: Any, params: Any) -> Any:
 
 
 @pytest.mark.parametrize("sampler", [chats, texts, tokens])
-def test_two_turns_of_a_sampler_have_transformers_log_probabilities(seeing: Seeing, sampler: Any) -> None:
-    for trajectory in by_sampler(seeing, sampler, PICTURES[:1]):
+def test_two_turns_of_a_sampler_have_transformers_log_probabilities(vlm: ImageEngine, sampler: Any) -> None:
+    for trajectory in by_sampler(vlm, sampler, PICTURES[:1]):
         assert not trajectory.error and trajectory.turns == 2 and trajectory.images == PICTURES[:2]
         ids = trajectory.prompt_ids + trajectory.response_ids
-        expected, spans = seeing.processor.expand([user("", "what?")], PICTURES[:1])
+        expected, spans = vlm.processor.expand([user("", "what?")], PICTURES[:1])
         assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
-        [pad] = seeing.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
+        [pad] = vlm.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
         start, length = trajectory.image_spans[1]
-        assert ids[start : start + length] == [pad] * seeing.processor.tokens(PICTURES[1].size)
-        plain = seeing.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
+        assert ids[start : start + length] == [pad] * vlm.processor.tokens(PICTURES[1].size)
+        plain = vlm.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
         mask = torch.tensor(trajectory.loss_mask).bool()
         gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
         assert mask.sum() > 4 and gap.max() <= 1e-4
@@ -324,15 +325,15 @@ def asks(**prompt: Any) -> Any:
         ),
     ],
 )
-def test_prompts_that_samplers_may_not_ask_are_refused(seeing: Seeing, sampler: Any, sentence: str) -> None:
+def test_prompts_that_samplers_may_not_ask_are_refused(vlm: ImageEngine, sampler: Any, sentence: str) -> None:
     try:
-        errors = {trajectory.error for trajectory in by_sampler(seeing, sampler, PICTURES[:1])}
+        errors = {trajectory.error for trajectory in by_sampler(vlm, sampler, PICTURES[:1])}
     except ValueError as error:
         errors = {str(error)}
     assert len(errors) == 1 and sentence in errors.pop()
 
 
-def test_a_response_may_be_cut_before_an_image_but_not_within_it(seeing: Seeing) -> None:
+def test_a_response_may_be_cut_before_an_image_but_not_within_it(vlm: ImageEngine) -> None:
     def cut(at: int) -> Any:
         def sampler(llm: Any, prompts: Any, params: Any) -> Any:
             return [
@@ -342,21 +343,22 @@ def test_a_response_may_be_cut_before_an_image_but_not_within_it(seeing: Seeing)
 
         return sampler
 
-    [uncut, _] = by_sampler(seeing, chats, PICTURES[:1])
+    [uncut, _] = by_sampler(vlm, chats, PICTURES[:1])
     begin = uncut.image_spans[1][0] - len(uncut.prompt_ids)
-    for trajectory in by_sampler(seeing, cut(begin), PICTURES[:1]):
+    for trajectory in by_sampler(vlm, cut(begin), PICTURES[:1]):
         assert trajectory.images == PICTURES[:1] and trajectory.image_spans == uncut.image_spans[:1]
     with pytest.raises(ValueError, match="is cut within an image"):
-        by_sampler(seeing, cut(begin + 1), PICTURES[:1])
+        by_sampler(vlm, cut(begin + 1), PICTURES[:1])
 
 
 @pytest.fixture(scope="module")
-def server(seeing: Seeing) -> Iterator[OpenAIServer]:
-    rules = ImageRules(seeing.processor, ImageLimits(larger="resize"), most=3, max_bytes=100_000)
+def server(vlm: ImageEngine) -> Iterator[OpenAIServer]:
+    """A server that takes images of requests, within limits."""
+    rules = ImageRules(vlm.processor, ImageLimits(larger="resize"), most=3, max_bytes=100_000)
     settings = ServerSettings(image_rules=rules, header_keys=True)
-    started = seeing.leader.thread.run(OpenAIServer.start(seeing.leader.engine, settings), 60, "starting a server")
+    started = vlm.leader.thread.run(OpenAIServer.start(vlm.leader.engine, settings), 60, "starting a server")
     yield started
-    seeing.leader.thread.run(started.stop(), 20, "stopping a server")
+    vlm.leader.thread.run(started.stop(), 20, "stopping a server")
 
 
 def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[int, dict[str, Any]]:
@@ -367,13 +369,13 @@ def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[
     return answer.status_code, answer.json()
 
 
-def taken(seeing: Seeing, server: OpenAIServer, key: str) -> list[Trajectory]:
+def taken(vlm: ImageEngine, server: OpenAIServer, key: str) -> list[Trajectory]:
     """Ends the capture of a key, and returns its trajectories."""
 
     async def take() -> list[Trajectory]:
         return server.take(key)
 
-    return seeing.leader.thread.run(take(), 10, "taking trajectories")
+    return vlm.leader.thread.run(take(), 10, "taking trajectories")
 
 
 def url_part(url: Any) -> dict[str, Any]:
@@ -438,7 +440,7 @@ def test_images_are_decoded_one_at_a_time_over_all_requests(
     assert [status for status, _ in answers] == [200, 200] and met == []
 
 
-def test_conversations_that_differ_only_in_an_image_are_kept_apart(seeing: Seeing, server: OpenAIServer) -> None:
+def test_conversations_that_differ_only_in_an_image_are_kept_apart(vlm: ImageEngine, server: OpenAIServer) -> None:
     first = [[shown(image, "what?")] for image in (PICTURES[1], images((57, 56))[0])]
     for messages in first:
         same = {"allowed_token_ids": [40]}  # so that only the images distinguish the conversations
@@ -447,7 +449,7 @@ def test_conversations_that_differ_only_in_an_image_are_kept_apart(seeing: Seein
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
     for messages in reversed(first):
         assert asked(server, "/chat/completions", "two", messages=messages)[0] == 200
-    trajectories = taken(seeing, server, "two")
+    trajectories = taken(vlm, server, "two")
     assert [trajectory.turns for trajectory in trajectories] == [2, 2]
     assert [trajectory.images[0].size for trajectory in trajectories] == [(57, 56), (56, 56)]
     assert trajectories[0].metrics["server/retemplated"] == 0
@@ -469,7 +471,7 @@ def as_message(image: Image) -> dict[str, Any]:
     [("/chat/completions", lambda i: shown(i, "what?")), ("/responses", as_response), ("/messages", as_message)],
 )
 def test_ids_only_grow_over_turns_with_images_in_every_dialect(
-    seeing: Seeing, server: OpenAIServer, path: str, form: Callable[[Image], dict[str, Any]]
+    vlm: ImageEngine, server: OpenAIServer, path: str, form: Callable[[Image], dict[str, Any]]
 ) -> None:
     turns: list[Any] = [form(PICTURES[1])]
     name = "input" if path == "/responses" else "messages"
@@ -484,11 +486,11 @@ def test_ids_only_grow_over_turns_with_images_in_every_dialect(
         turns += [answer["choices"][0]["message"]]
     status, answer = asked(server, path, path, **{name: [*turns, form(PICTURES[2])]}, **length)
     assert status == 200, answer
-    [trajectory] = taken(seeing, server, path)
+    [trajectory] = taken(vlm, server, path)
     assert trajectory.turns == 2 and trajectory.images == PICTURES[1:3]
-    ids, spans = seeing.processor.expand([user("", "what?")], PICTURES[1:2])
+    ids, spans = vlm.processor.expand([user("", "what?")], PICTURES[1:2])
     assert trajectory.prompt_ids == ids and trajectory.image_spans[:1] == spans
-    plain = seeing.plain_logprobs(ids + trajectory.response_ids, trajectory.images, trajectory.image_spans)
+    plain = vlm.plain_logprobs(ids + trajectory.response_ids, trajectory.images, trajectory.image_spans)
     mask = torch.tensor(trajectory.loss_mask).bool()
     gap = (torch.tensor(trajectory.logprobs) - plain[len(ids) - 1 :])[mask].abs()
     assert gap.max() <= 1e-4

@@ -81,6 +81,7 @@ class Apart:
 
 @pytest.fixture(scope="module")
 def apart(tiny_model: TinyModel) -> Iterator[Apart]:
+    """The policy and the engines that all tests of this file share."""
     apart = Apart(tiny_model())
     yield apart
     apart.sender.close()

@@ -17,7 +17,7 @@ from generation.exact_ids import Generation
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
 from tests.support.colocated import Colocated, HfPolicy, start_engine, stop
-from tests.support.seen_rows import make_sample, noise, plain_outputs
+from tests.support.image_rows import make_sample, noise, plain_outputs
 from tests.unit.trainer.policy.test_vision import make_module
 from trainer.learning.batching import micro_batches
 from trainer.policy.hf_format import parameter_names, save_pretrained
@@ -25,7 +25,7 @@ from trainer.policy.module import outputs
 from trainer.types import Sample
 
 
-class SeeingPolicy(HfPolicy):
+class MultimodalPolicy(HfPolicy):
     """The module that is trained, of a multimodal model."""
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_engine_reads_images_through_the_weights_it_was_sent(
     processor = ImageProcessor(str(folder))
     prompts, greedy = make_prompts(processor), SamplingSettings(max_tokens=12, temperature=0.0)
     cache: Any = {"kind": Noting, "extra": {"block_size": 32}}
-    with Colocated(folder, shared=shared, policy=SeeingPolicy(folder), images=3, **cache) as both:
+    with Colocated(folder, shared=shared, policy=MultimodalPolicy(folder), images=3, **cache) as both:
         both.manager.sleep()
         for seed in (1, 2):
             both.policy.randomise(seed)

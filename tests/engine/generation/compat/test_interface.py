@@ -297,7 +297,7 @@ def test_each_engine_has_an_openai_server_of_its_own(generation: VllmGeneration)
         assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["max_model_len"] == 64
 
 
-def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
+def test_weights_arrive_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
     """A trainer updates two engines: they sleep, map their weights, receive, and map the KV cache."""
     policy = HfPolicy(model)
     policy.randomise(seed=5)
@@ -318,7 +318,7 @@ def test_weights_by_broadcast_between_sleep_and_generation(generation: VllmGener
     generation.prepare_refit_info({})
 
 
-def test_weights_from_the_rank_on_the_same_device(
+def test_a_rank_updates_the_engine_on_the_same_device(
     generation: VllmGeneration, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broken update raises, and the engine generates nothing until a complete one."""

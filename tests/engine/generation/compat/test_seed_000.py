@@ -65,7 +65,7 @@ def test_the_example_of_two_turns_keeps_the_models_own_tokens() -> None:
     assert output == [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]
 
 
-def test_every_method_of_the_page_on_one_worker(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_every_method_of_the_page_runs_on_one_worker(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model()
     config = VllmConfig(
         backend="vllm",

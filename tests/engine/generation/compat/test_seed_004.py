@@ -92,7 +92,7 @@ def test_engine_args_can_be_given_directly(model: str) -> None:
         service.shutdown()
 
 
-def test_fp32_output_generates(model: str) -> None:
+def test_an_engine_with_fp32_output_generates(model: str) -> None:
     # Create with FP32 output enabled
     service = make_async_vllm_engine(model_name=model, enable_fp32_output=True)
     try:

@@ -11,8 +11,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
+from tests.support.image_rows import make_rows, plain_outputs
 from tests.support.row_advantages import advantages
-from tests.support.seen_rows import make_rows, plain_outputs
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import model_sizes
