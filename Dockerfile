@@ -2,8 +2,8 @@
 # written. tests/unit/test_scripts.py holds its steps against scripts/setup.sh.
 #
 #   docker build --tag hotbunk .                                                        # needs 40 GiB of free disk
-#   docker run --gpus all --ipc host hotbunk                                            # hotbunk doctor: is this machine fit?
-#   docker run --gpus all --ipc host --volume "$PWD:/work" hotbunk hotbunk train recipe.yaml
+#   docker run --init --gpus all --ipc host hotbunk                                     # hotbunk doctor: is this machine fit?
+#   docker run --init --gpus all --ipc host --volume "$PWD:/work" hotbunk hotbunk train recipe.yaml
 #
 # CUDA's libraries are in the lock's wheels. The driver is the host's, 580 or newer, with the NVIDIA Container Toolkit.
 FROM ubuntu:24.04

@@ -124,7 +124,7 @@ class Run:
         options = [str(recipe), "--run.name", name, *arguments]
         if preloaded:
             self.log.touch()
-            restarts = os.environ.get("RESTARTS")  # as in scripts/train.sh
+            restarts = os.environ.get("RESTARTS")  # as `launch` reads it
             launch = ["trainer.run.supervisor", restarts] if restarts else ["trainer.launcher"]
             launch += ["--nproc-per-node", str(ranks), "-m", "trainer", "train", *options]
             environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
