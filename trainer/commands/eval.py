@@ -38,7 +38,7 @@ Results = dict[str, Any]  # the contents of eval.json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     parser.description = (
         "Sample answers to the recipe's held-out prompts (eval.datasets; without them data.path), "
         "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe are overridden by "
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hotbunk train --help lists them."
     )
     add_model_arguments(parser)
-    parser.add_argument("recipe", nargs="?", type=Path, help="YAML file; without it, the run's own")
+    parser.add_argument("recipe", nargs="?", type=Path, help="YAML file (default: the recipe of the run)")
     parser.add_argument("--output", type=Path, help="folder (default: MODEL/eval for a run, else runs/eval/MODEL)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    """Runs the command. Raises UserError before anything is started; after that it ends the process itself."""
     config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides, arguments.step)
     check_config(config, "eval")
     model = run_folder(arguments.model)  # a run's results go to its folder, a model's to runs/eval
@@ -65,17 +65,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def evaluation_config(model: str, recipe: Path | None, overrides: list[str], step: int | None = None) -> TrainConfig:
-    """The recipe (None: the run's own) with `model` in place of its model, and an engine without a trainer beside it.
+    """The recipe (None: that of the run) with `model` in place of its model, and an engine without a trainer beside it.
 
-    Where it names no held-out prompts, those that it would train on are evaluated.
+    If it names no held-out prompts, its training prompts are evaluated.
     """
     run = run_folder(model) / "config.yaml"
     if recipe is None and not run.is_file():
-        raise UserError(f"{model} is not a run's folder: name a recipe after it, for the data and rewards to use")
+        raise UserError(f"{model} is not a run's folder: name a recipe after it, which has the data and rewards")
     fixed = {"model.path": str(model_folder(model, step)), "lora.rank": 0}
     fixed |= {"engine.sleep": False, "engine.load_format": "auto"}
     if run.is_file():
-        fixed["model.tokenizer"] = None  # the run has saved the one it used
+        fixed["model.tokenizer"] = None  # the run has saved its tokenizer with the model
     config = load_config(recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides])
     if config.eval.datasets:
         return config
@@ -85,9 +85,10 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str], ste
 
 
 class Evaluation:
-    """Everything but the engine: loaded and checked before that is started. Raises UserError."""
+    """An evaluation's data, rewards and rollout, which are loaded and checked before the engine is started."""
 
     def __init__(self, config: TrainConfig) -> None:
+        """Loads everything except the engine. Raises UserError."""
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.level = RolloutLevel(config, self.tokenizer, start_server)
@@ -97,15 +98,15 @@ class Evaluation:
         self.held_outs = load_held_outs(config, self.level, self.tokenizer, ends)
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
-        """Every dataset's answers, scored, from an engine that holds the model's weights as version 0."""
+        """Samples and scores the answers of every dataset, by an engine that has the model's weights as version 0."""
         most = self.config.rollout.max_error_rate
         pool = Pool(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most)
         with closing(pool), self.rewards:
-            # The samples that a training run with this seed would draw before its first step.
+            # These are the samples that a training run with this seed would draw before its first step.
             return {held_out.name: sample_held_out(self.config, pool, held_out) for held_out in self.held_outs}
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
-        """The figures of every dataset, with how it was sampled."""
+        """The figures of every dataset, with its sampling settings."""
         label = next(iter(self.rewards.labels), None)
         datasets = {}
         for held_out in self.held_outs:
@@ -124,17 +125,17 @@ class Evaluation:
         return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
 
     def rows(self, answers: dict[str, list[Answer]]) -> list[dict[str, Any]]:
-        """The rows of completions.jsonl: every answer."""
+        """The rows of completions.jsonl, one for every answer."""
         return [
             {"dataset": held_out.name} | row | {"vote": answer.vote}
             for held_out in self.held_outs
-            for found in [answers[held_out.name]]
-            for answer, row in zip(found, answer_rows(found, list(held_out.prompts), self.tokenizer), strict=True)
+            for dataset in [answers[held_out.name]]
+            for answer, row in zip(dataset, answer_rows(dataset, list(held_out.prompts), self.tokenizer), strict=True)
         ]
 
 
 def evaluate(evaluation: Evaluation, folder: Path) -> int:
-    """Start the engine, sample, and leave results in `folder` and on the screen."""
+    """Starts the engine, samples, and writes results to `folder` and to the screen."""
     config, began = evaluation.config, time.perf_counter()
     answers: dict[str, list[Answer]] = {}
 
@@ -163,16 +164,16 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
 
 
 def table(results: Results) -> RenderableType:
-    """A row for each dataset."""
+    """A table with a row for each dataset."""
     datasets = results["datasets"]
     estimates = [key for key in next(iter(datasets.values())) if key.startswith(("pass@", "majority@"))]
     titles = ("prompts", "answers", "accuracy", *estimates, "reward", "length", "cut")
     columns = [Column(title, justify="right") for title in titles]
     title = f"{results['model']}, {results['seconds']:.0f} s"
-    shown = Table("dataset", *columns, title=title, title_justify="left", header_style="bold")
+    rows = Table("dataset", *columns, title=title, title_justify="left", header_style="bold")
     for name, figures in datasets.items():
         counts = (str(figures[key]) for key in ("prompts", "answers"))
         accuracy = f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}"
         means = (f"{figures[key]:.3f}" for key in (*estimates, "reward"))
-        shown.add_row(name, *counts, accuracy, *means, f"{figures['length']:.1f}", f"{figures['truncated']:.0%}")
-    return shown
+        rows.add_row(name, *counts, accuracy, *means, f"{figures['length']:.1f}", f"{figures['truncated']:.0%}")
+    return rows

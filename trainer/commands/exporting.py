@@ -1,4 +1,4 @@
-"""The policy of a checkpoint as a model in Hugging Face format, for commands that open models."""
+"""Export of a checkpoint's policy as a model in Hugging Face format, for commands that open models."""
 
 import shutil
 import warnings
@@ -20,15 +20,15 @@ from trainer.run.checkpoint_reading import read_metadata, read_tensors
 
 
 def export(checkpoint: Path, run: Path) -> Path:
-    """The folder of the checkpoint's model, `model_step_N` in the run's, which is written unless it is there.
+    """Writes the checkpoint's model to `model_step_N` in the run's folder, unless it exists, and returns that folder.
 
-    Raises UserError: the checkpoint is damaged or of another model, or the folder cannot be written.
+    Raises UserError if the checkpoint is damaged or belongs to another model, or if the folder cannot be written.
     """
     folder = run / f"model_{checkpoint.name}"
     kept, unfinished = folder / COMPLETE_MARKER, folder.with_name(f"{folder.name}.tmp")
     try:
         marker = (checkpoint / COMPLETE_MARKER).read_bytes()
-        if kept.is_file() and kept.read_bytes() == marker:  # else a run that started over has come to this step again
+        if kept.is_file() and kept.read_bytes() == marker:  # else a restarted run has reached this step again
             return folder
         verify(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -43,11 +43,11 @@ def export(checkpoint: Path, run: Path) -> Path:
 
 
 def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
-    """Write what the policy's `save_pretrained` would. What does not learn is in the model that the run began with."""
+    """Writes what the policy's `save_pretrained` would; weights that are not trained come from `model.path`."""
     metadata = read_metadata(checkpoint)
 
     def value(name: str, shape: torch.Size) -> Tensor | None:
-        """The checkpoint's, where it has one."""
+        """The checkpoint's tensor of this name, or the initial value if the checkpoint has none."""
         entry = metadata.state_dict_metadata.get(f"policy.model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
             return start_value(name, shape, config.lora.seed)
@@ -61,7 +61,7 @@ def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
     model = hf_format.build_meta_model(source, config.model, dtype, torch.device("cpu"))
     if config.lora.rank:
         add_adapters(model, config.lora, torch.float32, "meta")
-    with warnings.catch_warnings(action="ignore"):  # of tensors that are not read from the files
+    with warnings.catch_warnings(action="ignore"):  # they are about tensors that are not read from the files
         hf_format.load_sharded(model, source, torch.device("cpu"), value)
     hf_format.save_pretrained(model, folder, dtype, source)
     load_tokenizer(config.model).save_pretrained(folder)

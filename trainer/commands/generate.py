@@ -29,36 +29,36 @@ from trainer.errors import UserError
 from trainer.run import processes
 from trainer.run.checkpoint import is_complete, latest_complete
 
-LONGEST = 4096  # tokens of a conversation, where the model allows as many
-LONGEST_ANSWER = 512  # tokens
-_SPARE = 512  # tokens: vLLM rounds up to blocks, and keeps one for itself
+LONGEST = 4096  # most tokens of a conversation, if the model allows as many
+LONGEST_ANSWER = 512  # most tokens of an answer
+_SPARE = 512  # tokens of KV cache: vLLM rounds up to blocks, and keeps one block for itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     add_model_arguments(parser)
-    parser.add_argument("--prompt", help="answer this and stop; without it, chat on the terminal")
+    parser.add_argument("--prompt", help="prompt to answer; without it, the command chats on the terminal")
     parser.add_argument("--system", help="system message")
-    longest = f"longest answer in tokens (default: {LONGEST_ANSWER}, or fewer where a run was trained with fewer)"
+    longest = f"most tokens of an answer (default: {LONGEST_ANSWER}, or fewer if the run was trained with fewer)"
     parser.add_argument("--max-tokens", type=int, help=longest)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model that `model_folder` takes."""
+    """Adds the arguments that choose a model for `model_folder`."""
     parser.add_argument("model", help="folder of a run, a checkpoint or a model, or a hub name")
-    step = "take the checkpoint of this step (default: a run's result, or its newest)"
+    step = "use the checkpoint of this step (default: the run's result, or its newest checkpoint)"
     parser.add_argument("--step", type=int, help=step)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    """Runs the command. Raises UserError before anything is started; after that it ends the process itself."""
     if (arguments.max_tokens is not None and arguments.max_tokens < 1) or arguments.temperature < 0:
         raise UserError("--max-tokens must be at least 1, and --temperature at least 0")
     settings = engine_settings(arguments.model, arguments.step)
-    chat = Chat(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
+    chat = ChatSession(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
     if chat.tokenizer.chat_template is None and (arguments.prompt is None or arguments.system is not None):
-        raise UserError(f"{settings.model} has no chat template: it can only continue a --prompt, without --system")
+        raise UserError(f"{settings.model} has no chat template: give a --prompt to continue, and no --system")
     if arguments.prompt is not None:
         chat.ask(arguments.prompt)
     ends = end_token_ids(settings.model, chat.tokenizer)
@@ -69,27 +69,28 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def run_folder(name: str) -> Path:
-    """The run's folder of which `name` is a checkpoint; any other as it is."""
+    """The run's folder if `name` is a checkpoint; any other folder as it is."""
     folder = Path(name)
     return folder.absolute().parents[1] if is_complete(folder) else folder
 
 
 def model_folder(name: str, step: int | None = None) -> Path:
-    """The model that `name` stands for: a model's folder or hub name, a checkpoint, or a run.
+    """The folder or hub name of the model that `name` stands for: a model, a checkpoint, or a run.
 
-    A run's is its result; before there is one, or when the run has gone on since, the policy of its newest checkpoint;
-    with `step`, that of another. A line says which. Raises UserError where there is none.
+    A run's model is its result or, if there is none yet or the run has continued since, the policy of its newest
+    checkpoint; with `step`, it is the policy of that step's checkpoint. A line on stderr says which checkpoint is used.
+    Raises UserError if there is no such model.
     """
     folder, run = Path(name), run_folder(name)
     chosen = folder if run != folder else None
     if not (run / "config.yaml").is_file():
         if chosen or step is not None:
-            raise UserError(f"{name} is not in the folder of a run, whose config.yaml would describe the model")
+            raise UserError(f"{name} is not in a run's folder with a config.yaml, which describes the model")
         return folder
     if step is not None:
         chosen = run / "checkpoints" / f"step_{step}"
         if not is_complete(chosen):
-            raise UserError(f"--step: {chosen} is not a complete checkpoint: choose one of those beside it")
+            raise UserError(f"--step: {chosen} is not a complete checkpoint: choose another one in its folder")
     elif chosen is None:
         result, chosen = run / "model" / "config.json", latest_complete(run / "checkpoints")
         newest = 0.0 if chosen is None else (chosen / COMPLETE_MARKER).stat().st_mtime
@@ -98,15 +99,15 @@ def model_folder(name: str, step: int | None = None) -> Path:
     if chosen is None:
         raise UserError(f"{name} has no model yet: its run is not finished, and no checkpoint is complete")
     print(f"the policy of {chosen}, after step {chosen.name.removeprefix('step_')}", file=sys.stderr)
-    try:  # in a process of its own: the threads of torch's operations would not survive the guardian's fork
+    try:  # in a separate process, since the threads of torch's operations would not survive the guardian's fork
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
             return process.submit(export, chosen, run).result()
     except BrokenProcessPool as error:
-        raise UserError(f"exporting the policy of {chosen} was killed, for want of memory as a rule") from error
+        raise UserError(f"exporting the policy of {chosen} was killed, usually for lack of memory") from error
 
 
 def longest_answer(folder: Path) -> int:
-    """Tokens of an answer, unless told otherwise: a run's model, in `folder`, may not know how to end longer ones."""
+    """The default of --max-tokens: for a run's model, which may not end longer answers, at most as in its training."""
     file = folder.parent / "config.yaml"
     of_run = re.fullmatch(r"model(_step_\d+)?", folder.name) and file.is_file()
     recipe = yaml.safe_load(file.read_bytes()) if of_run else None
@@ -114,10 +115,10 @@ def longest_answer(folder: Path) -> int:
 
 
 def engine_settings(name: str, step: int | None = None) -> EngineSettings:
-    """An engine for one conversation with the model that these stand for (`model_folder`), in its own dtype."""
+    """The settings of an engine for one conversation with a model (`model_folder`), in the model's dtype."""
     folder = model_folder(name, step)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} holds no *.safetensors with a model's weights")
+        raise UserError(f"{folder} has no *.safetensors with a model's weights")
     try:
         config = model_config(str(folder))
     except UserError as error:
@@ -136,15 +137,15 @@ def engine_settings(name: str, step: int | None = None) -> EngineSettings:
     )
 
 
-class Chat:
-    """A conversation as token ids. What was said is never encoded again: a prompt begins with all ids before it."""
+class ChatSession:
+    """A conversation as token ids. Earlier messages are never encoded again: a prompt begins with all ids before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
         self.tokenizer, self.ids = tokenizer, list[int]()
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """The prompt after one more message of the user; without a chat template, the text alone."""
+        """Adds a message of the user and returns the prompt's ids; without a chat template, those of the text alone."""
         if self.tokenizer.chat_template is None:
             self.ids = self.tokenizer(text)["input_ids"]
             return self.ids
@@ -160,14 +161,15 @@ class Chat:
 
 
 class Typing:
-    """Prints an answer while it grows."""
+    """A printer of an answer that grows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._printed = tokenizer, ""
 
     def grow(self, ids: list[int]) -> None:
-        """Print what the answer's ids so far say beyond what is printed, up to a character whose bytes are not all
-        there; nothing where their text is another now than it was.
+        """Prints the new text of the answer's ids, without a last character whose bytes are incomplete.
+
+        It prints nothing if the text of earlier ids has changed.
         """
         text = self._tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
         if text.startswith(self._printed):
@@ -175,14 +177,15 @@ class Typing:
             self._printed = text
 
     def finish(self, text: str) -> None:
-        """Print the rest of the whole answer, or all of it on a line of its own where another was printed."""
+        """Prints the rest of the complete answer, or all of it on a new line if different text has been printed."""
         print(text[len(self._printed) :] if text.startswith(self._printed) else f"\n{text}", flush=True)
         self._printed = ""
 
 
-def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -> int:
-    """Answer the prompt that `chat` holds already, or else whatever is typed, until Ctrl-D. On a terminal answers are
-    printed as they come.
+def converse(settings: EngineSettings, chat: ChatSession, sampling: SamplingSettings) -> int:
+    """Answers the prompt in `chat` or, without one, what the user types, until Ctrl-D.
+
+    On a terminal answers are printed while they grow.
     """
     typing = Typing(chat.tokenizer)
     growing = typing.grow if sys.stdout.isatty() else None
@@ -200,7 +203,7 @@ def converse(settings: EngineSettings, chat: Chat, sampling: SamplingSettings) -
     return on_checkpoint("generate", settings, job)
 
 
-def _typed(chat: Chat) -> Iterator[list[int]]:
+def _typed(chat: ChatSession) -> Iterator[list[int]]:
     with suppress(EOFError):
         while True:
             yield chat.ask(input("> " if sys.stdin.isatty() else ""))

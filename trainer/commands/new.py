@@ -1,4 +1,4 @@
-"""`hotbunk new`: a recipe, a reward and data to begin with."""
+"""`hotbunk new`: write a recipe, a reward and data to begin with."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from trainer.run.screen import Progress, own_command
 
 REWARD = '''\
 def asked_for(completion: str, *, answer: str) -> float:
-    """Share of the completion's characters that are among the answer's."""
+    """Share of the completion's characters that occur in the answer."""
     return sum(character in answer for character in completion) / max(1, len(completion))
 '''
 ROWS = [
@@ -30,7 +30,7 @@ engine: {{max_model_len: {length}, {engine}}}
 policy: {{{policy}}}
 algorithm: {{group_size: {group}}}
 batch: {{prompts_per_step: 3}}
-checkpoint: {{every: 10}}  # where the same command goes on after Ctrl-C
+checkpoint: {{every: 10}}  # the same command continues from here after Ctrl-C
 reward: {{functions: [{reward}]}}
 """
 TINY = {
@@ -44,28 +44,28 @@ RELEASED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     parser.description = (
-        "Write recipe.yaml, reward.py and data.jsonl to a folder. They train at once, and are meant to be changed. "
-        "Without --model a tiny model is made there, too, which trains on two CPU cores in a minute."
+        "Write recipe.yaml, reward.py and data.jsonl to a folder. The recipe can be trained at once, and all three are "
+        "meant to be changed. Without --model a tiny model is made, too, which trains on two CPU cores in a minute."
     )
     parser.add_argument("folder", type=Path, help="where; it may exist, the files may not")
     parser.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the files, and say what to do with them. Raises UserError before it would replace any."""
+    """Writes the files, and prints the commands to use them with. Raises UserError if one of the files exists."""
     folder: Path = arguments.folder
     names = ["recipe.yaml", "reward.py", "data.jsonl", *["model"] * (arguments.model is None)]
     if there := next((folder / name for name in names if (folder / name).exists()), None):
-        raise UserError(f"{there} is there already: name another folder")
+        raise UserError(f"{there} exists already: name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder} cannot be made: {error.strerror}") from error
     if arguments.model is None:
         with Progress(0, enabled=True).follow(lambda: "making a tiny model"):
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which Transformers loads, would warn of no GPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Transformers loads DeepSpeed, which warns without a GPU
             from transformers.utils import logging
 
             from trainer.commands.tiny_model import make_tiny_model
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), "utf-8")
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(**texts, **(TINY if arguments.model is None else RELEASED)), "utf-8")
-    print(f"{folder} now holds {', '.join(names)}. To train, and to look at the result:\n")
+    print(f"{folder} now has {', '.join(names)}. To train, and to look at the result:\n")
     print(f"  {own_command()} train {shlex.quote(str(recipe))}")
     print(f"  {own_command()} report runs/{paths['name']}")
     print(f"  {own_command()} generate runs/{paths['name']} --prompt 'digits, please'")

@@ -1,4 +1,4 @@
-"""`hotbunk plan`: what a recipe needs and what stands against it."""
+"""`hotbunk plan`: show the memory and time that a recipe needs, and its problems."""
 
 import argparse
 import math
@@ -30,33 +30,33 @@ from trainer.run.screen import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     parser.description = (
-        "Show ranks, engines, the arithmetic of a step and the memory of a device, worked out from the model's "
-        "config.json: no weights and no data are loaded. What would be refused is said last, and makes exit code 2."
+        "Show ranks, engines, the sizes of a step and the memory of a device, calculated from the model's config.json "
+        "without loading weights or data. Problems of the recipe are printed last, and the exit code is then 2."
     )
     parser.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
-    parser.add_argument("--ranks", type=int, help="how many there would be (default: $WORLD_SIZE, or 1)")
-    kind = "plan for this kind, and say how long a step would take, by a model"
+    parser.add_argument("--ranks", type=int, help="number of ranks to plan for (default: $WORLD_SIZE, or 1)")
+    kind = "kind of GPU to plan for; a cost model then estimates the seconds of a step"
     parser.add_argument("--gpu", choices=GPUS, help=kind)
-    parser.add_argument("--prompt-tokens", type=float, help="of a prompt on average (default: half of the most)")
-    parser.add_argument("--answer-tokens", type=float, help="of an answer on average (default: half of the most)")
-    parser.add_argument("--device-gib", type=float, help="memory of a device (default: of the one that is here)")
+    parser.add_argument("--prompt-tokens", type=float, help="average tokens of a prompt (default: half of the most)")
+    parser.add_argument("--answer-tokens", type=float, help="average tokens of an answer (default: half of the most)")
+    parser.add_argument("--device-gib", type=float, help="GiB of a device's memory (default: of this machine's device)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Show the plan, then raise UserError with the objections to it, if there are any."""
+    """Prints the plan. Raises UserError with the recipe's problems after that, if there are any."""
     ranks = rank_count(os.environ) if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise UserError("--ranks must be at least 1")
     gpu = GPUS.get(arguments.gpu)
-    device = [] if gpu is None else ["run.device=cuda"]  # wherever the plan is made
+    device = [] if gpu is None else ["run.device=cuda"]  # whatever the machine that plans has
     config = load_config(arguments.recipe, [*arguments.overrides, *device])
     problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
     if gpu is not None:
         problems = [problem for problem in problems if not problem.startswith("run.device")]
     if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
-        raise UserError(*problems)  # nothing can be worked out without the model's sizes
+        raise UserError(*problems)  # nothing can be calculated without the model's sizes
     config, _ = with_chosen_way(config, ranks, local_ranks(os.environ, ranks))
     total = arguments.device_gib or (gpu.memory_gib if gpu else None)
     if total is None:
@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
-    """The arithmetic of a step."""
+    """Yields names and values of a step's sizes."""
     batch, algorithm, training = config.batch, config.algorithm, training_ranks(config, ranks)
     engines = engine_workers(config, ranks) // config.engine.tensor_parallel_size
     answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, training)
@@ -96,7 +96,7 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     yield "engines", f"{engines} of {config.engine.tensor_parallel_size} rank(s)"
     yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"
     if config.rollout.slice_tokens is not None:
-        age = f"each begins at most {oldest_age(config)} step(s) before it is trained"
+        age = f"each begins at most {oldest_age(config)} step(s) before it is trained on"
         yield "answers in flight", f"{flying} with rollout.ahead; {age}"
     yield "answers an engine", f"{math.ceil(flying / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
     yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
@@ -104,18 +104,18 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
         rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / training
         yield "routes", f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step"
     if most := config.data.max_images:
-        pixels = 3 * 4 * config.data.max_image_pixels / GIB  # of three colours in float32
+        pixels = 3 * 4 * config.data.max_image_pixels / GIB  # three colours in float32
         host = min(share * most * pixels, batch.prompts_per_step * most * pixels)
         kept = KEPT_BYTES / GIB
-        yield "images", f"at most {answers * most:,} a step; {pixels:.3f} GiB each as the model takes it"
+        yield "images", f"at most {answers * most:,} a step; {pixels:.3f} GiB each as input of the model"
         yield "images in host memory", f"at most {host:.2f} GiB of a rank's share, and {kept:.2f} of an engine's"
         rollout, episode = config.rollout, config.rollout.max_image_mib / 1024
         if rollout.tools or rollout.mcp or rollout.code:
             begun, trained = math.ceil(flying / max(engines, 1)), math.ceil(answers / max(training, 1))
             asking = min(begun, config.engine.max_num_seqs + algorithm.group_size) * (rollout.client is not None)
-            came = f"at most {begun * episode:.2f} GiB of an engine's episodes, "
-            came += f"{3 * asking * episode:.2f} of requests to its server, in base64, "
-            yield "images that come up", came + f"and {trained * episode:.2f} of a rank that trains"
+            added = f"at most {begun * episode:.2f} GiB of an engine's episodes, "
+            added += f"{3 * asking * episode:.2f} of requests to its server, in base64, "
+            yield "images added in rollouts", added + f"and {trained * episode:.2f} of a rank that trains"
     yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
     ways = config.policy.sequence_parallel
     who = "rank" if ways == 1 else f"{ways} ranks that share them"
@@ -123,10 +123,10 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def route_bytes(path: str) -> int:
-    """Bytes of a token's row of routes, as an engine gives it, with layers that have no experts.
+    """The bytes of a token's row of routes in the engine's output, which includes layers without experts.
 
-    A leader holds the rows of its answers, and packs them for the ranks that train on them; each of those holds its
-    own as they came, and in micro-batches.
+    A leader holds the rows of its answers, and a packed copy for the ranks that train on them; each of those ranks
+    holds its rows as received, and a copy in micro-batches.
     """
     model = model_config(path)
     experts = next((model[key] for key in EXPERT_KEYS if model.get(key)), 0)
@@ -134,7 +134,7 @@ def route_bytes(path: str) -> int:
 
 
 def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> RenderableType:
-    """All parts and their sums, which a CPU's ranks share and a CUDA device has to itself."""
+    """A table of all parts of a rank's memory and their sums, which all ranks share on CPU, and none does on CUDA."""
     parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
     columns = [Column(heading, justify="right") for heading in ("generating", "training")]
     title = f"GiB of a rank; {model.total:,} parameters"
@@ -148,17 +148,17 @@ def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 
 def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths:
-    """Assumed average lengths of prompts and answers: half of the longest by default."""
+    """The assumed average lengths of prompts and answers, by default half of the longest."""
     most = {"prompt": config.data.max_prompt_tokens, "answer": config.sampling.max_tokens}
-    found = {name: getattr(arguments, f"{name}_tokens") or limit / 2 for name, limit in most.items()}
-    for name, value in found.items():
+    means = {name: getattr(arguments, f"{name}_tokens") or limit / 2 for name, limit in most.items()}
+    for name, value in means.items():
         if not 1 <= value <= most[name]:
-            raise UserError(f"--{name}-tokens is {value:g}, but the recipe has 1 to {most[name]} of them")
-    return Lengths(**found)
+            raise UserError(f"--{name}-tokens is {value:g}, but the recipe allows 1 to {most[name]}: choose from these")
+    return Lengths(**means)
 
 
 def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:
-    """All parts of a step, their sum, and the share of the peak it reaches."""
+    """A table of the times of all parts of a step, their sum, and the share of the peak rate that it reaches."""
     costs = step_costs(config, model, ranks, gpu, lengths)
     title = f"Seconds of a step, modelled; prompts of {lengths.prompt:g} and answers of {lengths.answer:g} tokens"
     columns = [Column(heading, justify="right") for heading in ("seconds", "overlapped")]
@@ -166,11 +166,11 @@ def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, 
     for cost in costs:
         table.add_row(cost.name, f"{cost.seconds:.2f}", f"{cost.hidden:.2f}" if cost.hidden else "", cost.remark)
     flops = step_flops(config, model, ranks, lengths) / gpu.flops
-    whole = sum(cost.seconds for cost in costs)
+    step = sum(cost.seconds for cost in costs)
     update = sum(cost.seconds for cost in costs if cost.name.startswith("update"))
     table.add_section()
     table.add_row("update", f"{update:.2f}", "", f"MFU {flops / update:.1%} of {gpu.flops / 1e12:.0f} TFLOP/s")
-    table.add_row("step", f"{whole:.2f}", "", f"MFU {flops / whole:.1%}")
+    table.add_row("step", f"{step:.2f}", "", f"MFU {flops / step:.1%}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""`hotbunk report`: a run as one page for a browser, finished or not."""
+"""`hotbunk report`: write a page about a run, finished or not, for a browser."""
 
 import argparse
 from pathlib import Path
@@ -15,18 +15,18 @@ from trainer.run.verdict import verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     parser.description = (
-        "Write report.html to a run's folder, whether it is finished or not: curves, time, memory, answers and their "
-        "tokens, and the recipe, in one file that a browser opens without a network."
+        "Write report.html to a run's folder, whether the run is finished or not. It has curves, times, memory, "
+        "answers and their tokens, and the recipe, in one file that a browser opens without a network."
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run, and of others to compare")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run; more are compared with it")
     parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the run")
-    parser.add_argument("--port", type=int, default=8001, help="of --watch; 0 takes a free one (default: 8001)")
+    parser.add_argument("--port", type=int, default=8001, help="port of --watch; 0: a free one (default: 8001)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write report.html to the first run's folder and say how the run went; or serve the page while the run goes on."""
+    """Writes report.html to the first run's folder and prints a summary; or serves the page while the run goes on."""
     if arguments.watch:
         return watch(arguments.runs, arguments.port)
     records = [read_record(folder) for folder in arguments.runs]

@@ -1,8 +1,8 @@
-"""report.html: a run, or several side by side, in one file that needs no network.
+"""The page report.html: a run, or several side by side, in one file that needs no network.
 
-The page holds Plotly, a script of its own and the run as JSON. Whatever models, tools and data wrote is in that JSON
-alone, where no `<` is left, and comes into the page as text: no part of it is ever read as HTML. What is more, only the
-two scripts that the page's policy names by their digests may run.
+The page contains Plotly, a script of its own and the run as JSON. Texts of models, tools and data are only in that
+JSON, which contains no `<`, and enter the page as text: no part of them is ever parsed as HTML. Besides, only the two
+scripts that the page's policy names by their digests may run.
 """
 
 import base64
@@ -17,44 +17,44 @@ from typing import Any
 
 import yaml
 
-from trainer.commands.report_record import Record, figures, memory, phases, remarks, state
+from trainer.commands.report_record import RunRecord, figures, memory, phases, remarks, state
 from trainer.config.schema import TrainConfig
 from trainer.run.records import Rows, series
 from trainer.run.verdict import verdict
 
 LIMIT = 20 * 10**6
-"""Bytes of the page, at most."""
-_POINTS = 2000  # of a curve, over all runs
+"""The most bytes of the page."""
+_POINTS = 2000  # most points of a curve, over all runs
 _ANSWER_BYTES, _TOKEN_BYTES = 8 * 10**6, 5 * 10**6
-_SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)  # of the three above, tried in turn until the page is small enough
+_SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)  # factors of these limits, tried in turn until the page is small enough
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _UNSEEN = re.compile("[\x80-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters without a picture, those that turn the direction of text, and halves of surrogate pairs."""
+"""Control characters without a picture, characters that turn the direction of text, and halves of surrogate pairs."""
 
 
-def page(records: Sequence[Record], follows: bool = False) -> str:
-    """The page of the first run, with the others to compare it with. One that `follows` asks for `data` now and then.
+def page(records: Sequence[RunRecord], follows: bool = False) -> str:
+    """The HTML of the page about the first run, compared with the others; if it `follows`, it polls `/data`.
 
-    Raises ValueError if it cannot be made small enough.
+    Raises ValueError if the page cannot be made small enough.
     """
     from plotly.offline import get_plotlyjs
 
-    own = files("trainer.commands")
-    scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": own.joinpath("report_page.js").read_text("utf-8")}
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts.values()]
+    folder = files("trainer.commands")
+    scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": folder.joinpath("report_page.js").read_text("utf-8")}
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts.values()]
     parts = scripts | {"POLICY": " ".join(f"'sha256-{digest}'" for digest in digests)}
     parts |= {"TITLE": html.escape(visible(records[0].name))}
-    template = own.joinpath("report_page.html").read_text("utf-8")
+    template = folder.joinpath("report_page.html").read_text("utf-8")
     for scale in _SCALES:
         parts["DATA"] = embedded(page_data(records, scale) | {"follows": follows})
-        text = re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], template)
+        text = re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], template)
         if len(text.encode()) <= LIMIT:
             return text
     raise ValueError(f"{records[0].folder}: its page would be larger than {LIMIT} bytes")
 
 
-def page_data(records: Sequence[Record], scale: float = 1.0) -> dict[str, Any]:
-    """The page's JSON: curves of all runs; tables, answers, tokens and recipe of the first."""
+def page_data(records: Sequence[RunRecord], scale: float = 1.0) -> dict[str, Any]:
+    """The page's JSON: the curves of all runs, and the tables, answers, tokens and recipe of the first run."""
     first = records[0]
     points = max(50, int(scale * _POINTS / len(records)))
     return {
@@ -64,7 +64,7 @@ def page_data(records: Sequence[Record], scale: float = 1.0) -> dict[str, Any]:
         "figures": [line[:-1] for line in figures(first.rows)],
         "phases": list(phases(first.rows)),
         "memory": list(memory(first.rows)),
-        "runs": [{"name": name, "curves": curves(each.rows, points)} for name, each in _named(records)],
+        "runs": [{"name": name, "curves": curves(record.rows, points)} for name, record in _named(records)],
         "answers": some_steps(first.answers, int(scale * _ANSWER_BYTES)),
         "tokens": some_steps(first.tokens, int(scale * _TOKEN_BYTES)),
         "recipe": list(recipe_lines(first.recipe)),
@@ -72,13 +72,13 @@ def page_data(records: Sequence[Record], scale: float = 1.0) -> dict[str, Any]:
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """JSON for a <script> that is not run: nothing in it can end the element or begin a comment."""
+    """Encodes data as JSON for a <script> that is not run; nothing in it can end the element or begin a comment."""
     text = json.dumps(_visible_all(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def visible(text: str) -> str:
-    """The text with pictures of its control characters, and without what would turn or hide its neighbours."""
+    """Replaces control characters by their pictures, and characters that would turn or hide their neighbours by �."""
     return _UNSEEN.sub("�", text.translate(_PICTURES))
 
 
@@ -86,26 +86,26 @@ def _visible_all(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() and value.isprintable() else visible(value)
     if isinstance(value, dict):
-        return {_visible_all(str(key)): _visible_all(each) for key, each in value.items()}
+        return {_visible_all(str(key)): _visible_all(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_visible_all(each) for each in value]
+        return [_visible_all(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _named(records: Sequence[Record]) -> list[tuple[str, Record]]:
-    """Each with a name that no other has: its folder's, or its whole path."""
+def _named(records: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
+    """Pairs each record with a unique name: the name of its folder, or the folder's path."""
     names = [record.name for record in records]
     return [(name if names.count(name) == 1 else str(r.folder), r) for name, r in zip(names, records, strict=True)]
 
 
 def curves(rows: Rows, points: int) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of every figure. Of more than `points` in a curve only the highs and lows are kept."""
-    found = {}
+    """The steps and values of every figure. A curve of more than `points` keeps only local highs and lows."""
+    figures = {}
     for key in dict.fromkeys(key for row in rows for key in row if key != "train/step"):
         pairs = [pair for pair in zip(*series(rows, key), strict=True) if isinstance(pair[1], int | float)]
         kept = [(step, float(f"{value:.6g}")) for step, value in _extremes(pairs, points)]
-        found[key] = [step for step, _ in kept], [value for _, value in kept]
-    return found
+        figures[key] = [step for step, _ in kept], [value for _, value in kept]
+    return figures
 
 
 def _extremes(pairs: list[tuple[int, float]], points: int) -> list[tuple[int, float]]:
@@ -113,19 +113,19 @@ def _extremes(pairs: list[tuple[int, float]], points: int) -> list[tuple[int, fl
         return pairs
     size = math.ceil(2 * len(pairs) / points)
     stretches = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-    kept = {choose(each, key=lambda pair: pair[1]) for each in stretches for choose in (min, max)}
+    kept = {choose(stretch, key=lambda pair: pair[1]) for stretch in stretches for choose in (min, max)}
     return sorted(kept | {pairs[0], pairs[-1]})
 
 
 def some_steps(rows: Rows, limit: int) -> Rows:
-    """The rows of every n-th step, the last one included, n being the smallest power of two with which they fit.
+    """The rows of every n-th step, including the last, where n is the smallest power of two with which they fit.
 
-    `limit` is in bytes of JSON. Of a single step that is larger there are as many rows as fit.
+    `limit` is in bytes of JSON. If a single step is larger, its first rows are returned, as many as fit.
     """
     steps: dict[int, Rows] = {}
     for row in rows:
         steps.setdefault(row["train/step"], []).append(row)
-    sizes = {step: len(embedded({"rows": each}).encode()) for step, each in steps.items()}
+    sizes = {step: len(embedded({"rows": group}).encode()) for step, group in steps.items()}
     order, every = sorted(steps, reverse=True), 1
     while sum(sizes[step] for step in order[::every]) > limit and every < len(order):
         every *= 2
@@ -136,15 +136,15 @@ def some_steps(rows: Rows, limit: int) -> Rows:
 
 
 def recipe_lines(recipe: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """Each key of the run's recipe: its value, its default, and whether they differ."""
+    """Lists each key of the run's recipe with its value, its default, and True if they differ."""
     required = {"model": {"path": "-"}, "data": {"path": "-"}}
     default = TrainConfig.model_validate(required).model_dump(mode="json")
     lines = []
     for section, keys in recipe.items():
         for key, value in keys.items():
-            known = default.get(section, {})
-            usual = "" if f"{section}.{key}" in ("model.path", "data.path") or key not in known else _yaml(known[key])
-            lines.append((f"{section}.{key}", _yaml(value), usual, key not in known or value != known[key]))
+            usual, name = default.get(section, {}), f"{section}.{key}"
+            text = "" if name in ("model.path", "data.path") or key not in usual else _yaml(usual[key])
+            lines.append((name, _yaml(value), text, key not in usual or value != usual[key]))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""A run's folder, read, and what it tells: how far it came, its figures, remarks, time and memory."""
+"""The record of a run, read from its folder, with its state, figures, remarks, times and memory for the report."""
 
 import re
 import statistics
@@ -19,52 +19,52 @@ from trainer.run.screen import duration, sparkline
 _FIGURES = ("reward/mean", "eval/accuracy", "loss", "eval/loss", "length/mean", "entropy", "grad_norm", "kl")
 _NAMED = re.compile(r"eval/(.+/)?(accuracy|pass@\d+|majority@\d+)")
 _COUNTS = {
-    "skipped_steps": "updates skipped, their loss or gradient not finite",
-    "no_signal_steps": "steps without an update, all answers of each group being equally good or filtered",
+    "skipped_steps": "updates skipped, since their loss or gradient was not finite",
+    "no_signal_steps": "steps without an update, since all answers of each group were equally good or filtered",
     "rollout/failed": "episodes that failed",
     "reward/errors": "answers on which a reward function failed",
 }
 
 
 @dataclass(frozen=True)
-class Record:
-    """A run's folder, read."""
+class RunRecord:
+    """The contents of a run's folder."""
 
     folder: Path
-    rows: Rows  # of metrics.jsonl
-    answers: Rows  # of completions.jsonl
-    tokens: Rows  # of tokens.jsonl
-    recipe: dict[str, Any]  # config.yaml without secrets; empty where there is none
-    written: datetime  # when the last row was
+    rows: Rows  # the rows of metrics.jsonl
+    answers: Rows  # the rows of completions.jsonl
+    tokens: Rows  # the rows of tokens.jsonl
+    recipe: dict[str, Any]  # config.yaml without secrets; empty if there is none
+    written: datetime  # the time at which the last row was written
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The name of the folder."""
         return self.folder.resolve().name
 
 
-def read_record(folder: Path, begun: bool = True) -> Record:
-    """Everything the page is made of.
+def read_record(folder: Path, begun: bool = True) -> RunRecord:
+    """Reads a run's folder.
 
-    Raises UserError if the folder is not a run's, or the run has no step yet and is to have `begun`.
+    Raises UserError if the folder is not a run's, or, if `begun`, if the run has no step yet.
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        raise UserError(f"{folder} holds no metrics.jsonl, so it is not a run's folder")
+        raise UserError(f"{folder} has no metrics.jsonl, so it is not a run's folder: name one")
     if not (rows := read_rows(metrics)) and begun:
-        raise UserError(f"{metrics} holds no step yet: there is nothing to report")
+        raise UserError(f"{metrics} has no step yet, so there is nothing to report: wait for the first one")
     file, loaded = folder / "config.yaml", None
-    with suppress(yaml.YAMLError):  # incomplete, as older runs left some
+    with suppress(yaml.YAMLError):  # older runs may have left an incomplete file
         loaded = yaml.safe_load(file.read_bytes()) if file.is_file() else None
     sections = loaded.items() if isinstance(loaded, dict) else ()
     recipe = masked({name: keys for name, keys in sections if isinstance(keys, dict)})
     written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
     answers, tokens = (read_rows(folder / f"{name}.jsonl") for name in ("completions", "tokens"))
-    return Record(folder, rows, answers, tokens, recipe, written)
+    return RunRecord(folder, rows, answers, tokens, recipe, written)
 
 
-def state(record: Record) -> str:
-    """How far the run has come, in a sentence."""
+def state(record: RunRecord) -> str:
+    """A sentence about the run's progress."""
     if not record.rows:
         return "No step is done yet."
     last, wanted = record.rows[-1]["train/step"], record.recipe.get("run", {}).get("steps")
@@ -76,7 +76,7 @@ def state(record: Record) -> str:
 
 
 def figures(rows: Rows) -> Iterator[Sequence[str]]:
-    """A line for each figure that the run has: at its first, its best and its last step, and a curve."""
+    """Yields a line for each figure of the run: its first, best and last value, and a curve."""
     named = sorted({key for row in rows for key in row if _NAMED.fullmatch(key)})
     for key in dict.fromkeys([*_FIGURES[:2], *named, *_FIGURES[2:]]):
         steps, values = series(rows, key)
@@ -89,12 +89,12 @@ def figures(rows: Rows) -> Iterator[Sequence[str]]:
 
 
 def remarks(rows: Rows) -> Iterator[str]:
-    """Remarks on whether the figures can be believed, and on failures during the run."""
+    """Yields remarks on how far the figures can be trusted, and on failures during the run."""
     what = "log-probability gap between trainer and engine"
     steps, gaps = series(rows, "gap/max")
     if gaps:
         worst, mean = max(gaps), statistics.fmean(series(rows, "gap/mean")[1])
-        yield f"{what}: at most {worst:.1e} nats (step {steps[gaps.index(worst)]}), {mean:.1e} in the mean"
+        yield f"{what}: at most {worst:.1e} nats (step {steps[gaps.index(worst)]}), {mean:.1e} on average"
     trained = [row for row in rows if "reward/mean" in row]
     if bad := [row["train/step"] for row in trained if "gap/max" in row and row["gap/max"] is None]:
         yield f"{what}: not finite in {len(bad)} steps, first in step {bad[0]}"
@@ -102,23 +102,23 @@ def remarks(rows: Rows) -> Iterator[str]:
         yield f"{what}: not measured in {missing} of {len(trained)} steps"
     if old := series(rows, "stale/share")[1]:
         ages, oldest = series(rows, "stale/age_mean")[1], max(series(rows, "stale/age_max")[1])
-        began = f"answers began {statistics.fmean(ages):.2g} steps before on average, at most {oldest:.0f}"
+        began = f"answers began {statistics.fmean(ages):.2g} steps earlier on average, at most {oldest:.0f}"
         weights = series(rows, "correction/effective")[1]
         size = f"; effective sample size at least {min(weights):.0%}" if weights else ""
         yield f"tokens of earlier versions: {statistics.fmean(old):.0%}; {began}{size}"
     if cut := series(rows, "length/truncated")[1]:
-        yield f"answers cut off at their longest: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
+        yield f"answers cut off at max_tokens: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
     for key, meaning in _COUNTS.items():
         if total := sum(series(rows, key)[1]):
             kinds = sorted({name for row in rows for name in row if name.startswith(f"{key}/")})
             single = [f"{name.removeprefix(f'{key}/')} {sum(series(rows, name)[1]):.0f}" for name in kinds]
             yield f"{total:.0f} {meaning}" + (f" ({', '.join(single)})" if single else "")
     if shares := series(rows, "eval/misjudged")[1]:
-        yield f"held-out answers taken for wrong since a reward function failed: {max(shares):.1%} at most"
+        yield f"held-out answers counted as wrong since a reward function failed: {max(shares):.1%} at most"
 
 
 def phases(rows: Rows) -> Iterator[Sequence[str]]:
-    """Seconds of each phase over the run; evaluations and checkpoints are not part of a step's own time."""
+    """Yields the time of each phase over the run; evaluations and checkpoints are phases beside those of steps."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith("time/") and key != "time/step")
     spent = {key: series(rows, key) for key in names}
     everything = sum(sum(values) for _, values in spent.values()) or 1.0
@@ -130,7 +130,7 @@ def phases(rows: Rows) -> Iterator[Sequence[str]]:
 
 
 def memory(rows: Rows) -> Iterator[Sequence[str]]:
-    """The largest of each side and phase, in GiB."""
+    """Yields the most memory of trainer and engine in each phase, in GiB."""
     for key in dict.fromkeys(key for row in rows for key in row if re.match("memory/.*_(gib|bytes)", key)):
         name = re.sub("_gib|_bytes", "", key.removeprefix("memory/")).replace("_", " ")
         yield name, f"{max(series(rows, key)[1], default=0.0) / (2**30 if key.endswith('_bytes') else 1):.2f}"

@@ -1,4 +1,4 @@
-"""`hotbunk report --watch`: the page of a run on loopback, which asks for the run's figures as they come."""
+"""`hotbunk report --watch`: a server on loopback for the page of a run, which polls the run's figures."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,26 +10,26 @@ from typing import Any
 
 from generation.loopback import foreign_host
 from trainer.commands.report_page import embedded, page, page_data
-from trainer.commands.report_record import Record, read_record
+from trainer.commands.report_record import RunRecord, read_record
 from trainer.errors import UserError
 
 _FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl", "config.yaml")
-_REQUEST_SECONDS = 30  # that a client may take to send a request
+_REQUEST_SECONDS = 30  # time in which a client must send its request
 
 
 class Runs:
-    """The folders of some runs, read again when their files have changed."""
+    """The records of some runs, which are read again when files in their folders have changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
-        self._seen: list[list[tuple[int, int]]] = []
-        self._records: list[Record] = []
+        self._stats: list[list[tuple[int, int]]] = []
+        self._records: list[RunRecord] = []
 
-    def read(self) -> tuple[list[Record], str]:
-        """The runs as they are, and an ETag of that state. Raises UserError if a folder is not a run's."""
-        stats = [[(file.stat().st_mtime_ns, file.stat().st_size) for file in _present(each)] for each in self._folders]
-        if stats != self._seen:
-            self._records, self._seen = [read_record(folder, begun=False) for folder in self._folders], stats
+    def read(self) -> tuple[list[RunRecord], str]:
+        """The current records of the runs, and an ETag of them. Raises UserError if a folder is not a run's."""
+        stats = [[(file.stat().st_mtime_ns, file.stat().st_size) for file in _present(f)] for f in self._folders]
+        if stats != self._stats:
+            self._records, self._stats = [read_record(folder, begun=False) for folder in self._folders], stats
         return self._records, f'"{hashlib.sha256(repr(stats).encode()).hexdigest()[:16]}"'
 
 
@@ -38,7 +38,7 @@ def _present(folder: Path) -> list[Path]:
 
 
 def watch(folders: Sequence[Path], port: int) -> int:
-    """Serve until Ctrl-C. Raises UserError if a folder is not a run's, or the port is taken."""
+    """Serves the page until Ctrl-C. Raises UserError if a folder is not a run's, or the port is taken."""
     with make_server(folders, port) as server, suppress(KeyboardInterrupt):
         print(f"{folders[0]} at http://127.0.0.1:{server.server_port}/ until Ctrl-C", flush=True)
         server.serve_forever(poll_interval=0.2)
@@ -47,7 +47,7 @@ def watch(folders: Sequence[Path], port: int) -> int:
 
 
 def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """A server for 127.0.0.1 alone; port 0 takes a free one."""
+    """Makes a server that listens only on 127.0.0.1; port 0 takes a free port."""
     runs = Runs(folders)
     runs.read()
 
@@ -56,7 +56,7 @@ def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             if name := foreign_host(self.headers.get("Host", "")):
-                self._answer(HTTPStatus.FORBIDDEN, f"this page is on loopback, and not at {name[:80]!r}", "text/plain")
+                self._answer(HTTPStatus.FORBIDDEN, f"this page is on loopback, not at {name[:80]!r}", "text/plain")
                 return
             try:
                 records, tag = runs.read()
@@ -83,7 +83,7 @@ def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *arguments: Any) -> None:
-            """No line a request."""
+            """Logs nothing."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,4 +1,4 @@
-"""`hotbunk schema`: a JSON Schema of recipes, by which editors complete keys and show what they mean."""
+"""`hotbunk schema`: print a JSON Schema of recipes, with which editors complete and explain keys."""
 
 import argparse
 import json
@@ -9,26 +9,26 @@ from trainer.config.schema import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line takes nothing else."""
+    """Sets the command's description; the command has no arguments."""
     parser.description = (
-        "Print a JSON Schema of recipes. An editor with the YAML language server reads it from the file that a "
-        "recipe's first line names: # yaml-language-server: $schema=FILE"
+        "Print a JSON Schema of recipes. Save it to a file and name the file in a recipe's first line, for editors "
+        "with the YAML language server: # yaml-language-server: $schema=FILE"
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the schema."""
+    """Prints the schema."""
     print(json.dumps(recipe_schema(), indent=1))
     return 0
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema of what a recipe's file may hold: the sections, and what only files have."""
+    """The schema of a recipe's file: the sections, and `includes`, which only files have."""
     schema = TrainConfig.model_json_schema()
-    others = {"type": ["string", "array"], "items": {"type": "string"}, "description": "files that join this section"}
+    includes = {"type": ["string", "array"], "items": {"type": "string"}, "description": "files that join this section"}
     for section in (schema, *schema["$defs"].values()):
-        section.get("properties", {})[INCLUDES] = others
-        section.pop("required", None)  # what a file leaves out may be in one that it includes
+        section.get("properties", {})[INCLUDES] = includes
+        section.pop("required", None)  # an included file may have the keys that are missing here
     functions = schema["$defs"]["RewardConfig"]["properties"]["functions"]
     functions["items"] = {"anyOf": [{"type": "string"}, functions["items"]]}  # a name alone is an entry, too
     return schema

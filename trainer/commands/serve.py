@@ -1,4 +1,4 @@
-"""`hotbunk serve`: answer OpenAI clients with a model."""
+"""`hotbunk serve`: serve a model to OpenAI clients."""
 
 import argparse
 import os
@@ -24,32 +24,32 @@ from trainer.run import processes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LOOK_SECONDS = 0.5  # how often the engine's health is looked at
+_LOOK_SECONDS = 0.5  # interval at which the engine's health is checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes."""
+    """Adds the command's arguments to its parser."""
     add_model_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    parser.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help="default: $HOTBUNK_API_KEY")
-    name = "what clients call the model (default: its folder's name, or its name on the hub)"
-    parser.add_argument("--name", help=name)
-    parser.add_argument("--concurrent", type=int, default=8, help="answers at a time (default: 8)")
-    parser.add_argument("--tool-parser", default="hermes", help="form of tool calls, by vLLM's name (default: hermes)")
-    parser.add_argument("--reasoning-parser", help="form of thoughts, by vLLM's name")
-    parser.add_argument("--images", type=int, default=8, help="most in a request, where the model sees (default: 8)")
-    parser.add_argument("--fetch-images", action="store_true", help="fetch those at public addresses, too")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
+    key = "key that clients must send (default: $HOTBUNK_API_KEY)"
+    parser.add_argument("--api-key", default=os.environ.get("HOTBUNK_API_KEY"), help=key)
+    parser.add_argument("--name", help="name of the model for clients (default: its folder's name, or its hub name)")
+    parser.add_argument("--concurrent", type=int, default=8, help="most answers at a time (default: 8)")
+    parser.add_argument("--tool-parser", default="hermes", help="vLLM's parser of tool calls (default: hermes)")
+    parser.add_argument("--reasoning-parser", help="vLLM's parser of reasoning")
+    parser.add_argument("--images", type=int, default=8, help="most images in a request to a VLM (default: 8)")
+    parser.add_argument("--fetch-images", action="store_true", help="fetch images at public addresses, too")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises UserError before anything is started; then ends the process itself, whatever comes."""
+    """Runs the command. Raises UserError before anything is started; after that it ends the process itself."""
     if arguments.concurrent < 1 or not 0 <= arguments.port < 65536:
         raise UserError("--concurrent must be at least 1, and --port from 0 to 65535")
     if arguments.images < 1:
         raise UserError("--images must be at least 1")
     if not arguments.api_key and not is_loopback(arguments.host):
-        where = f"--host {arguments.host[:80]} lets other machines ask"
+        where = f"--host {arguments.host[:80]} lets other machines connect"
         raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
     settings, folder = engine_settings(arguments.model, arguments.step), Path(arguments.model)
     tokenizer = load_tokenizer(ModelConfig(path=settings.model))
@@ -72,18 +72,18 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _image_rules(model: str, tokenizer: "PreTrainedTokenizerBase", arguments: argparse.Namespace) -> ImageRules | None:
-    model_config(model)  # fetched, where it is on the hub
+    model_config(model)  # fetches the file if the model is on the hub
     if not is_multimodal(model):
         return None
     try:
         processor = ImageProcessor(model, tokenizer)
-    except Exception as error:  # Transformers reads the user's files as they come
+    except Exception as error:  # Transformers reads the user's files without checks
         raise UserError(f"{model} has no processor for images: {' '.join(str(error).split())[:300]}") from error
     return ImageRules(processor, ImageLimits(larger="resize"), arguments.images, fetch=arguments.fetch_images)
 
 
 def serve(settings: EngineSettings, server_settings: ServerSettings) -> int:
-    """Answer requests until a signal comes, or the engine dies."""
+    """Answers requests until a signal arrives or the engine dies."""
 
     def job(leader: Leader) -> int:
         server = leader.thread.run(OpenAIServer.start(leader.engine, server_settings), 120, "starting the server")

@@ -1,6 +1,6 @@
-"""A tiny, randomly initialised model with tokenizer and chat template, made without a network.
+"""Maker of a tiny, randomly initialised model with tokenizer and chat template, which needs no network.
 
-The result is an ordinary Hugging Face folder with float32 safetensors. The tokenizer has one token a byte (so every
+The result is an ordinary Hugging Face folder with float32 safetensors. The tokenizer has one token per byte (so every
 digit is a token), and one for each role name and marker of chats and tool calls.
 """
 
@@ -47,16 +47,19 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; 270 with special tokens, role names and markers. Any text survives encoding and decoding."""
+    """Makes a tokenizer with one token per byte; with special tokens, role names and markers it has 270 tokens.
+
+    Any text survives encoding and decoding.
+    """
     special = [PAD, BOS, EOS, START]
-    # Byte level, as Qwen's own: Transformers gives a Qwen2 folder that pre-tokenizer, whatever its file says.
+    # Byte level like Qwen's, since Transformers gives a Qwen2 folder that pre-tokenizer, whatever its file says.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(special + TOOL_MARKS + ROLES + alphabet)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    # Ordinary tokens, like those of released models: text shows them even where special tokens are skipped.
+    # These are ordinary tokens, as in released models: decoded text has them even if special tokens are skipped.
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOOL_MARKS + ROLES])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -73,7 +76,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def text_settings(
     tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, kv_heads: int, tied: bool
 ) -> dict[str, Any]:
-    """Settings that the language models of all architectures have."""
+    """The settings that the language models of all architectures have."""
     return {
         "hidden_size": hidden_size,
         "num_hidden_layers": layers,
@@ -81,7 +84,7 @@ def text_settings(
         "num_key_value_heads": kv_heads,
         "head_dim": hidden_size // heads,
         "max_position_embeddings": 2048,
-        # The usual 0.02 suits widths of thousands: at this one the layers would start next to nothing and learn late.
+        # The usual 0.02 suits widths of thousands: at this width the layers would start near zero and learn late.
         "initializer_range": hidden_size**-0.5,
         "tie_word_embeddings": tied,
         **token_ids(tokenizer),
@@ -93,8 +96,8 @@ def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 
-def own_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
-    """Settings that only one architecture's configuration has, or that it cannot choose."""
+def special_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
+    """The settings that only one architecture has, or that it fixes."""
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
     if architecture == "gemma3":
         return {"query_pre_attn_scalar": head_dim, "sliding_window": 64}
@@ -102,8 +105,9 @@ def own_settings(architecture: str, heads: int, head_dim: int, experts: int, wid
         return moe | {"num_experts": experts}
     if architecture != "deepseek_v2":
         return {}
-    # vLLM's attention on CPU knows one size of latent vectors, 512 and 64; and its plain rotary embedding on CPU (0.32)
-    # is wrong for queries that are part of a larger tensor, as MLA's are: the scaled kind of released models is not.
+    # vLLM's attention on CPU supports one size of latent vectors, 512 and 64; and its plain rotary embedding on CPU
+    # (0.32) is wrong for queries that are part of a larger tensor, as MLA's are; the scaled kind of released models is
+    # right.
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     rope = yarn | {"rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
     sizes = {"q_lora_rank": 3 * head_dim // 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
@@ -126,23 +130,23 @@ def make_tiny_model(
     vocab_size: int = 288,
     seed: int = 0,
 ) -> Path:
-    """Write model, tokenizer and generation config to `folder`, and return it.
+    """Writes model, tokenizer and generation config to `folder`, and returns the folder.
 
-    Defaults make 1.02 M parameters. vocab_size may exceed the tokenizer's 270 tokens, as it does in released models; an
-    untrained model then samples ids that the tokenizer does not know.
+    The defaults make 1.02 M parameters. vocab_size may exceed the tokenizer's 270 tokens, as in released models; an
+    untrained model then samples ids that the tokenizer does not have.
 
     Raises:
-        ValueError: vocab_size is smaller; or a model's head is to be tied for which vLLM always has one of its own.
+        ValueError: vocab_size is smaller than the tokenizer; or `tied` for an architecture that vLLM never ties.
     """
     folder = Path(folder)
     tokenizer = make_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
     if tied and architecture == "deepseek_v2":
-        raise ValueError("vLLM knows no deepseek_v2 with a tied head: make it untied")
+        raise ValueError("vLLM does not support deepseek_v2 with a tied head: make it untied")
     shape = text_settings(tokenizer, hidden_size, layers, heads, kv_heads, tied)
     shape |= {"vocab_size": vocab_size, "intermediate_size": intermediate_size, "dtype": "float32"}
-    shape |= own_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
+    shape |= special_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
     config = AutoConfig.for_model("gemma3_text" if architecture == "gemma3" else architecture, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

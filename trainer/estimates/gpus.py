@@ -1,4 +1,4 @@
-"""Peak rates of GPUs by their makers' data sheets, for the model of cost and for MFU."""
+"""Peak rates of GPUs from their makers' data sheets, for the cost model and for MFU."""
 
 import re
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, as nodes of eight have it."""
+    """The rates and the memory of one kind of GPU, in nodes of eight."""
 
-    flops: float  # bfloat16 products with float32 sums, without sparsity, a second
-    memory_gib: float  # of the device; some of it is the driver's
-    memory_rate: float  # bytes a second to and from it
-    # bytes a second that it sends, and receives, to the others of its node: half of the sheets' figure, which adds both
-    # directions; over PCIe where there is no NVLink
+    flops: float  # operations a second: bfloat16 products with float32 sums, without sparsity
+    memory_gib: float  # size of the device's memory, some of which the driver takes
+    memory_rate: float  # bytes a second to and from the device's memory
+    # bytes a second in one direction to the other GPUs of the node: half of the data sheet's figure, which adds both
+    # directions; over PCIe if there is no NVLink
     link_rate: float
-    # bytes a second that it sends to other nodes, with one network card a GPU, as in the maker's systems of eight
+    # bytes a second to other nodes, with one network card for each GPU, as in the maker's systems of eight
     network_rate: float
-    pattern: str  # of the name that the driver gives it, for those whose `flops` are these
+    pattern: str  # regular expression for the driver's names of GPUs with these `flops`
 
 
 GPUS = {
@@ -36,6 +36,6 @@ GPUS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bfloat16 operations a second of a device by the driver's name for it; None where they are not known here."""
-    found = (gpu.flops for gpu in GPUS.values() if re.search(gpu.pattern, device_name) and "MIG" not in device_name)
-    return next(found, None)
+    """The peak rate of bfloat16 operations, per second, of the device with this driver's name; None if unknown."""
+    rates = (gpu.flops for gpu in GPUS.values() if re.search(gpu.pattern, device_name) and "MIG" not in device_name)
+    return next(rates, None)

@@ -1,11 +1,11 @@
-"""The memory that a rank's device needs, worked out from a recipe and the model's config.json.
+"""The memory that a rank's device needs, calculated from a recipe and the model's config.json.
 
 Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and nearly exact
-under ZeRO. What forward and backward need is the largest of a few moments of an update. It is right to a few per cent,
-compared with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data. What
-CUDA, NCCL and a sleeping engine keep is an estimate; the allocator's fragments are not counted.
+under ZeRO. The memory of forward and backward is the maximum over a few moments of an update. It is right to a few per
+cent, compared with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data.
+The memory that CUDA, NCCL and a sleeping engine keep is an estimate; the allocator's fragments are not counted.
 
-Legend: w bytes of an element in the compute dtype.
+Legend: w is the number of bytes of an element in the compute dtype.
 """
 
 import math
@@ -36,7 +36,7 @@ from trainer.policy.logprobs import CPU_ELEMENTS, MIN_CHUNK, cuda_chunk_elements
 from trainer.policy.module import AutoValueModel
 
 GIB = 2**30
-_FLOAT32 = 4  # bytes: float32 weights, each of Adam's two moments, and gradients as they are summed
+_FLOAT32 = 4  # bytes of an element of float32 weights, of each of Adam's two moments, and of gradient sums
 
 ZERO_LIVE, ZERO_BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py): weights that ZeRO-3 gathers ahead or keeps, and
@@ -47,14 +47,14 @@ _CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
 graphs with their workspaces."""
 
 MARGIN = 1.05
-"""By which the sum may exceed the device: it is right to a few per cent."""
+"""The factor by which the sum may exceed the device's memory, since the sum is right to a few per cent."""
 
-_NAMED = 4  # parts, the largest, that a sentence names
+_NAMED = 4  # number of largest parts that a sentence names
 
 
 @dataclass(frozen=True)
-class Part:
-    """Memory of one rank's device, in bytes: while answers are generated, and while the policy is updated."""
+class MemoryPart:
+    """A part of one rank's device memory, in bytes, while answers are generated and while the policy is updated."""
 
     name: str
     generating: float
@@ -64,65 +64,65 @@ class Part:
 
 @dataclass(frozen=True)
 class _Learner:
-    """A model that learns; `whole`: there are whole weights to compute with between updates."""
+    """A model that is trained; `unsharded`: full weights to compute with exist between updates."""
 
     name: str
     policy: PolicyConfig
     model: ModelSizes
-    whole: bool
+    unsharded: bool
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """A moment of backward, in bytes."""
+    """The memory at one moment of backward, in bytes."""
 
     name: str
-    weights: float  # gathered ones, and gathers under way
-    gradients: float  # whole ones, and the inputs of reductions
-    activations: float  # kept for backward, computed again, and their gradients
-    logits: float  # of a chunk of targets, and the head's gradient as it is summed
+    weights: float  # gathered weights, and gathers in progress
+    gradients: float  # unsharded gradients, and the inputs of reductions
+    activations: float  # activations kept for backward or recomputed, and their gradients
+    logits: float  # logits of a chunk of targets, and the head's gradient while it is summed
 
     @property
     def total(self) -> float:
-        """All of them together."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.activations + self.logits
 
 
-def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
-    """Memory of the policy and the other models beside it, on a rank whose device has `device_gib`."""
+def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[MemoryPart]:
+    """The memory of the policy and the models beside it, on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
-    whole = config.sync.way == "zero_copy" or (policy.backend == "deepspeed" and policy.zero_stage < 3)
-    learners = [_Learner("policy", policy, model, whole)]
+    unsharded = config.sync.way == "zero_copy" or (policy.backend == "deepspeed" and policy.zero_stage < 3)
+    learners = [_Learner("policy", policy, model, unsharded)]
     parts = _kept_parts(config, learners[0], ranks)
     if algorithm.teacher:
         parts.append(_frozen_part("teacher", config, model_sizes(config, algorithm.teacher), ranks))
-    elif algorithm.kl_coef and not config.lora.rank:  # the base of adapters is its own reference
+    elif algorithm.kl_coef and not config.lora.rank:  # with adapters, the base model is the reference
         parts.append(_frozen_part("reference", config, model, ranks))
     if algorithm.advantage_record.takes("values") and not config.critic.shared:
         path = config.critic.path or config.model.path
         critic = model_sizes(config, path, kind=AutoValueModel, num_labels=1)
-        learners.append(_Learner("critic", policy.model_copy(update={"backend": "fsdp"}), critic, whole=False))
+        learners.append(_Learner("critic", policy.model_copy(update={"backend": "fsdp"}), critic, unsharded=False))
         parts += _kept_parts(config, learners[1], ranks)
     if resolve_device(config) == "cuda":
         hybrid = policy.shard_size not in (None, ranks)
         models = len(learners) + bool(algorithm.kl_coef or algorithm.teacher)
         size = _CONTEXT + (_COMMUNICATOR * models * (2 if hybrid else 1) if ranks > 1 else 0)
-        parts.append(Part("CUDA and NCCL", size, size, "by estimate"))
-    # Policy and critic learn one after the other.
+        parts.append(MemoryPart("CUDA and NCCL", size, size, "by estimate"))
+    # Policy and critic are updated one after the other.
     moments = [_largest_moment(config, learner, ranks, device_gib) for learner in learners]
     most = max(moments, key=lambda moment: moment.total)
     remark = f"in backward, at its largest: {most.name}"
     passing = [
-        Part("gathered weights", 0, most.weights, remark),
-        Part("gradients on their way", 0, most.gradients, remark),
-        Part("activations", 0, most.activations, remark),
-        Part("logits", 0, most.logits, "of a chunk of targets, and the head's gradient"),
+        MemoryPart("gathered weights", 0, most.weights, remark),
+        MemoryPart("gradients on their way", 0, most.gradients, remark),
+        MemoryPart("activations", 0, most.activations, remark),
+        MemoryPart("logits", 0, most.logits, "of a chunk of targets, and the head's gradient"),
     ]
     return [*parts, *(part for part in passing if part.training)]
 
 
-def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[Part]:
-    """Memory of the engine on each of its ranks, and of the staging buffers that bring its weights."""
+def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[MemoryPart]:
+    """The memory of the engine on each of its ranks, and of the staging buffers for its weights."""
     engine, token = config.engine, kv_token_bytes(config, model)
     weights = engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
     kv_cache = max(0.0, engine.gpu_memory_utilization * device_gib * GIB - weights)
@@ -130,25 +130,26 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
         kv_cache = engine.kv_cache_gib * GIB
     tokens = int(kv_cache // token)
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
-    if config.rollout.slice_tokens is not None:  # more than fit are preempted, and computed again
+    if config.rollout.slice_tokens is not None:  # answers beyond those that fit are preempted and computed again
         answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
-        each = math.ceil(answers * engine.tensor_parallel_size / engine_workers(config, ranks))
-        fitting += f"; at most {min(each, engine.max_num_seqs)} run at a time"
+        share = math.ceil(answers * engine.tensor_parallel_size / engine_workers(config, ranks))
+        fitting += f"; at most {min(share, engine.max_num_seqs)} run at a time"
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
-    staging_remark = "while weights travel" + (f", {first / GIB:.2f} the first time" if first > later else "")
+    staging_remark = "during a sync" + (f", {first / GIB:.2f} the first time" if first > later else "")
     held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
     return [
-        Part("engine: weights", weights, weights if config.sync.way == "zero_copy" else asleep * weights),
-        Part("engine: KV cache", kv_cache, asleep * kv_cache, fitting),
-        Part("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
-        Part("staging buffers", later, 0, staging_remark),
+        MemoryPart("engine: weights", weights, weights if config.sync.way == "zero_copy" else asleep * weights),
+        MemoryPart("engine: KV cache", kv_cache, asleep * kv_cache, fitting),
+        MemoryPart("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
+        MemoryPart("staging buffers", later, 0, staging_remark),
     ]
 
 
 def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> Iterator[str]:
-    """A sentence for each half of a step in which a rank needs more than its device has, with the largest parts.
-    `ranks`: those that train.
+    """Yields a sentence, with the largest parts, for each half of a step in which a rank exceeds its device's memory.
+
+    `ranks` is the number of ranks that train.
     """
     trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
     crews = [trainer, engine] if placement(config).apart else [[*trainer, *engine]]
@@ -168,7 +169,7 @@ def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: 
 
 
 def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
-    """Bytes of a token in the KV cache of each rank of an engine. With more ranks than heads, some hold the same."""
+    """Bytes of a token in the KV cache of each rank of an engine. With more ranks than heads, ranks hold copies."""
     latent = model.config.get("kv_lora_rank")
     heads = 1 if latent else model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
     held = math.ceil(heads / config.engine.tensor_parallel_size)
@@ -176,34 +177,35 @@ def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
 
 
 def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
-    """Both buffers, on both sides where they share none: each as large as the largest bucket of what travels.
+    """Bytes of the two staging buffers, counted twice if trainer and engine cannot share them.
 
-    With `cut`, weights larger than a bucket travel in parts if they may, as in all updates but the first.
+    A buffer is as large as the largest bucket of weights that are sent. With `cut`, weights larger than a bucket are
+    sent in parts if possible, as in all syncs except the first.
     """
     width, shards = engine_dtype(config).itemsize, shards_of(config.policy, ranks)
-    travels = model.adapters if config.lora.engines_apply else model.shapes
+    sent = model.adapters if config.lora.engines_apply else model.shapes
     parameters = [
         SourceParameter(name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards)
-        for name, shape in travels.items()
+        for name, shape in sent.items()
     ]
     device = resolve_device(config)
     packed = device == "cpu" and not config.engine.plain_cpu_weights
-    whole = [name for name in travels if packed or any(part in name for part in REPROCESSED[device])]
+    uncut = [name for name in sent if packed or any(part in name for part in REPROCESSED[device])]
     way = config.sync.way
     if cut and way == "pull":
-        parameters = [parameter for parameter in parameters if parameter.name in whole]
-    replayed = whole if cut and config.sync.replay and way != "storage" else None
+        parameters = [parameter for parameter in parameters if parameter.name in uncut]
+    replayed = uncut if cut and config.sync.replay and way != "storage" else None
     plan = BucketPlan(parameters, config.sync.bucket_mib << 20, replayed)
-    remote = placement(config).apart or way == "storage"  # so that the worker has buffers of its own
+    remote = placement(config).apart or way == "storage"  # the worker then has buffers of its own
     return BUFFERS * plan.capacity * (2 if remote else 1)
 
 
 def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
-    """Bytes that a layer with a gated MLP keeps of a token for backward, uncompiled, with w bytes an element.
+    """Bytes that a layer with a gated MLP keeps for backward per token, uncompiled, with w bytes per element.
 
-    A norm keeps its input in float32, what it makes of that, and its result; attention queries, keys, values, result
-    and a float32 logarithm for each head; the MLP four tensors of its width. As Korthikanti et al. 2022
-    (arXiv:2205.05198), section 4.1, count for another kind of layer.
+    A norm keeps its input in float32, the normalised input, and its result; attention keeps queries, keys, values, the
+    result and a float32 logarithm for each head; the MLP keeps four tensors of its width. Korthikanti et al. 2022
+    (arXiv:2205.05198), section 4.1, count another kind of layer in this way.
     """
     w, (queries, keys_values) = compute_width(policy), attention_elements(policy, model)
     attention = w * (2 * queries + keys_values) + _FLOAT32 * model.config["num_attention_heads"]
@@ -211,23 +213,26 @@ def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
 
 
 def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, int]:
-    """Of a token's queries, and of its keys and values, in a layer; those of ranks that share are repeated for them."""
-    heads, (of_keys, of_values) = model.config["num_attention_heads"], head_widths(model.config)
-    own = model.config.get("num_key_value_heads") or heads
-    return heads * of_keys, math.lcm(own, policy.sequence_parallel) * (of_keys + of_values)
+    """Elements of a token's queries, and of its keys and values, in a layer.
+
+    Heads of keys and values are repeated until the ranks that share a sequence divide their number.
+    """
+    heads, (key_width, value_width) = model.config["num_attention_heads"], head_widths(model.config)
+    kv_heads = model.config.get("num_key_value_heads") or heads
+    return heads * key_width, math.lcm(kv_heads, policy.sequence_parallel) * (key_width + value_width)
 
 
 def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
-    """Layers that keep their input alone."""
+    """The number of layers that keep only their input, and recompute their activations."""
     return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[policy.activation_checkpointing]
 
 
 def engine_dtype(config: TrainConfig) -> torch.dtype:
-    """Of an engine's weights and of its keys and values."""
+    """The dtype of an engine's weights and of its KV cache."""
     return getattr(torch, config.engine.dtype or config.policy.dtype)
 
 
-def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Part]:
+def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[MemoryPart]:
     name, policy, model = learner.name, learner.policy, learner.model
     width, shards = compute_width(policy), shards_of(policy, ranks)
     trained = shard(model.trained, shards)
@@ -238,39 +243,39 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Part
     parts = []
     if deepspeed or model.adapters:
         kept = width * (model.total if deepspeed and stage < 3 else shard(model.shapes, shards))
-        parts.append(Part(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
+        parts.append(MemoryPart(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
-    in_place = config.sync.way == "zero_copy" and name == "policy"  # it computes with weights that are the engine's
+    in_place = config.sync.way == "zero_copy" and name == "policy"  # the policy computes with the engine's weights
     masters = 0 if in_place and width == _FLOAT32 else _FLOAT32 * on_device
     moments = 2 * _FLOAT32 * on_device
     gradients = sum(shape.numel() for shape in model.trained.values()) if deepspeed and stage == 1 else trained
-    # ZeRO-3 makes both of its buffers of gradients once (`IPGBucketZ3` and `grad_partitions_flat_buffer` in
+    # ZeRO-3 allocates both of its gradient buffers once (`IPGBucketZ3` and `grad_partitions_flat_buffer` in
     # deepspeed/runtime/zero/stage3.py).
     if deepspeed and stage == 3:
-        parts.append(Part(f"{name}: bucket of gradients", _FLOAT32 * ZERO_BUCKET, _FLOAT32 * ZERO_BUCKET))
+        parts.append(MemoryPart(f"{name}: bucket of gradients", _FLOAT32 * ZERO_BUCKET, _FLOAT32 * ZERO_BUCKET))
     lasting = _FLOAT32 * trained if deepspeed and stage == 3 and not put_away else 0
     return [
         *parts,
-        Part(f"{name}: float32 weights", stays * masters, masters),
-        Part(f"{name}: Adam's moments", 0 if put_away else moments, moments),
-        Part(f"{name}: gradients", lasting, _FLOAT32 * gradients),
+        MemoryPart(f"{name}: float32 weights", stays * masters, masters),
+        MemoryPart(f"{name}: Adam's moments", 0 if put_away else moments, moments),
+        MemoryPart(f"{name}: gradients", lasting, _FLOAT32 * gradients),
     ]
 
 
-def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> Part:
+def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
     held = compute_width(config.policy) * shard(model.shapes, shards_of(config.policy, ranks))
     away = config.policy.offload_reference is not False and resolve_device(config) == "cuda"
-    return Part(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
+    return MemoryPart(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
 
 
 def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_gib: float) -> _Moment:
-    """The moment of an update that needs the most, of these:
+    """The moment of an update's backward that needs the most memory, out of three:
 
-    - the output head's backward: its gradient is summed in float32 beside three tables of a chunk's logits, two of
-      float32 and one of w bytes (`trainer.policy.logprobs`), or is cast at the end; the last layer is being gathered;
-    - the last layer's: its results are there once more, with gradients of its MLP, while reductions have the head's
-      or a layer's gradients in float32, and the next layer is gathered;
-    - the embeddings' at the end: their gradient, and its float32 copy for the reduction.
+    - output head: its gradient is summed in float32 beside three tables of a chunk's logits, two of float32 and one of
+      w bytes (`trainer.policy.logprobs`), or is cast at the end, while the last layer is gathered;
+    - last layer: its results exist again, with gradients of its MLP, while reductions hold the head's or a layer's
+      gradients in float32, and the next layer is gathered;
+    - embeddings, at the end: their gradient, and its float32 copy for the reduction.
 
     A single rank gathers nothing ahead, but casts and copies like several
     (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
@@ -278,18 +283,18 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     policy, model = learner.policy, learner.model
     w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
     targets, kept, last_norm, working = _activation_bytes(config, policy, model, ranks)
-    embedding = model.rest if model.tied else model.rest - model.head  # the unit that stays until the end
+    embedding = model.rest if model.tied else model.rest - model.head  # this unit stays gathered until the end
     ahead = w * model.layer if shards_of(policy, ranks) > 1 else 0
     before, within = w * model.rest + ahead, w * (embedding + model.layer) + ahead
-    if learner.whole or not policy.reshard_after_forward:
-        before = within = 0 if learner.whole else w * model.total
+    if learner.unsharded or not policy.reshard_after_forward:
+        before = within = 0 if learner.unsharded else w * model.total
     elif deepspeed:
         before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
     logits = cuda_chunk_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
     vocabulary = model.config["vocab_size"]
     tables = (2 * _FLOAT32 + w) * min(max(logits, MIN_CHUNK * vocabulary), targets * vocabulary)
     head = _FLOAT32 * model.head + max(tables, w * model.head) if trains else tables
-    # ZeRO-1 and 2 collect gradients in two buffers by turns (`setup_buckets` in
+    # ZeRO-1 and 2 collect gradients in two alternating buffers (`setup_buckets` in
     # deepspeed/runtime/zero/stage_1_and_2.py), which also hold the float32 copies.
     buckets: float = 2 * w * ZERO_BUCKET if deepspeed and policy.zero_stage < 3 else 0
     reduced: float = 0
@@ -311,23 +316,24 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
 def _activation_bytes(
     config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int
 ) -> tuple[float, float, float, float]:
-    """Targets of the largest micro-batch; what layers keep of it for backward, the head's part, and a layer at work.
+    """The largest micro-batch's targets, and the bytes that its layers, its head, and one layer's backward need.
 
-    A layer at work needs `layer_bytes` again where it is computed again, and gradients of its MLP: two of its width,
-    two of the hidden size. The head's part is the last norm and hidden states of targets, of which there are at most as
-    many as sampled tokens. Ranks that share a micro-batch have a part of its tokens each, and at work in attention its
-    queries, keys and values twice: as they are sent, and as they are received.
+    A layer's backward needs `layer_bytes` once more if the layer is recomputed, and gradients of its MLP: two of the
+    MLP's width, two of the hidden size. The head keeps the last norm and the hidden states of targets, at most as many
+    as sampled tokens. Each of the ranks that share a micro-batch has a part of its tokens, and in attention's backward
+    holds queries, keys and values twice: as they are sent, and as they are received.
     """
     share = answers_per_update(config, ranks)
-    # A prompt may be all images, whose tokens count for more.
-    ways = policy.sequence_parallel  # each of these ranks has all images
+    # A prompt may consist of images, whose tokens count for more.
+    ways = policy.sequence_parallel  # each of the ranks that share has all images
     row = longest(config) + math.ceil(ways * model.flops.image_token * config.data.max_prompt_tokens)
     largest = max(config.batch.tokens_per_micro_batch, row)
     tokens = min(largest, share * row) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
     again = recomputed_layers(policy, model)
     kept = again * w * hidden + (model.layers - again) * layer
-    last_again = policy.activation_checkpointing == "full" or again > model.layers - again  # of two, the first is
+    # With every_second, the first of each two layers is recomputed.
+    last_again = policy.activation_checkpointing == "full" or again > model.layers - again
     working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
     working += 2 * w * sum(attention_elements(policy, model)) if ways > 1 else 0
     targets = tokens * config.sampling.max_tokens / longest(config)

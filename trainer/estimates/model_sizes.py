@@ -1,4 +1,4 @@
-"""Sizes of a model by its config.json, from which memory and time are worked out."""
+"""Sizes of a model from its config.json, from which memory and time are estimated."""
 
 import math
 from collections.abc import Mapping
@@ -20,38 +20,40 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Elements of a model's parameters."""
+    """The sizes of a model's parameters, in elements."""
 
-    config: dict[str, Any]  # config.json with the model's own defaults filled in
-    shapes: Shapes  # of each parameter, tied ones once
+    config: dict[str, Any]  # config.json with the model's defaults filled in
+    shapes: Shapes  # the shape of each parameter, tied ones once
     layer: int  # elements of the largest decoder layer
-    rest: int  # elements of all that is in none
-    # the shapes of what FSDP2 gathers at a time: layers, embeddings and head where these are two, the rest
+    rest: int  # elements of all parameters outside of layers
+    # the shapes of each unit that FSDP2 gathers: layers, embeddings and head if they are separate, the rest
     units: Mapping[str, list[torch.Size]] = field(default_factory=dict)
-    head: int = 0  # of the output head, which is in `rest`; 0 where there is none
-    tied: bool = False  # whether the head is the embeddings
-    normed: int = 0  # how many elements a layer's norms compute for a token
-    # what it multiplies tokens by
-    flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it cannot change
-    # shapes of the factors beside the weights; without any, the weights themselves are trained
+    head: int = 0  # elements of the output head, which is in `rest`; 0 if there is none
+    tied: bool = False  # True if head and embeddings are one parameter
+    normed: int = 0  # elements per token that a layer's norms compute
+    # operations per token
+    flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it is immutable
+    # shapes of the adapters' factors; without adapters the weights themselves are trained
     adapters: Shapes = field(default_factory=dict)
 
     @property
     def total(self) -> int:
+        """Elements of all parameters."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     @property
     def layers(self) -> int:
+        """The number of decoder layers."""
         return self.config["num_hidden_layers"]
 
     @property
     def trained(self) -> Shapes:
-        """The adapters, or everything."""
+        """The shapes of trained parameters: the adapters', or all."""
         return self.adapters or self.shapes
 
     @property
     def width(self) -> int:
-        """Of the MLP that a token passes: in a mixture, of all its experts' together."""
+        """The width of the MLP that a token passes; in a mixture, the sum over the token's experts."""
         chosen = self.config.get("num_experts_per_tok")
         dense: int = self.config.get("intermediate_size") or 0
         return int(chosen * (self.config.get("moe_intermediate_size") or dense)) if chosen else dense
@@ -60,7 +62,7 @@ class ModelSizes:
 def model_sizes(
     config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = None, **settings: int
 ) -> ModelSizes:
-    """Sizes of the model whose config.json is at `path`, built without data; arguments as `build_meta_model`'s."""
+    """The sizes of the model whose config.json is at `path`, built without data; arguments as in `build_meta_model`."""
     model = build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"), kind, **settings)
     shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
     layers, encoder = (
@@ -69,7 +71,7 @@ def model_sizes(
     )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     units, normed = _units(model), _normed(model)
-    if lora.rank:  # which renames the weights it is beside
+    if lora.rank:  # last, since adapters rename the weights beside them
         add_adapters(model, lora, torch.float32, "meta")
     return ModelSizes(
         config=model.config.get_text_config().to_dict(),
@@ -86,7 +88,7 @@ def model_sizes(
 
 
 def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
-    """As `trainer.policy.fsdp` makes them, by name; those of layers have a dot."""
+    """The shapes of FSDP2's units by name, as `trainer.policy.fsdp` makes them; names of layers have a dot."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     unit_of = {p: f"layers.{i}" for i, layer in enumerate(decoder(model).layers) for p in layer.parameters()}
     unit_of |= {p: f"encoder.{i}" for i, layer in enumerate(encoder_layers(model)) for p in layer.parameters()}
@@ -100,25 +102,25 @@ def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
 
 
 def _normed(model: PreTrainedModel) -> int:
-    """Elements of a token that the norms of the first layer compute; those of queries and keys, for every head."""
+    """Elements per token that the norms of the first layer compute; norms of queries and keys count for every head."""
     config = model.config.get_text_config()
     queries = config.num_attention_heads
     heads = {"q_norm": queries, "k_norm": getattr(config, "num_key_value_heads", None) or queries}
-    found = 0
+    count = 0
     for name, parameter in decoder(model).layers[0].named_parameters():
         if "norm" in name and parameter.dim() == 1:
             of_heads = parameter.numel() < config.hidden_size
-            found += parameter.numel() * (next((heads[key] for key in heads if key in name), 1) if of_heads else 1)
-    return found
+            count += parameter.numel() * (next((heads[key] for key in heads if key in name), 1) if of_heads else 1)
+    return count
 
 
 def shard(shapes: Shapes, ranks: int) -> int:
-    """Elements of the first rank's shards: rows are cut in equal chunks, of which only the last are smaller."""
+    """Elements of the first rank's shards: rows are cut into equal chunks, and only the last chunks can be smaller."""
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes.values())
 
 
 def shards_of(policy: PolicyConfig, ranks: int) -> int:
-    """Number of ranks a model is cut over."""
+    """The number of ranks that a model is sharded over."""
     return min(policy.shard_size or ranks, ranks)
 
 
@@ -128,11 +130,11 @@ def compute_width(policy: PolicyConfig) -> int:
 
 
 def longest(config: TrainConfig) -> int:
-    """Tokens of a prompt with its answer."""
+    """The most tokens of a prompt with its answer."""
     return config.data.max_prompt_tokens + config.sampling.max_tokens
 
 
 def answers_per_update(config: TrainConfig, ranks: int) -> int:
-    """Of the largest update and the rank, or the ranks that share, with the most."""
+    """The answers of the largest update on the rank, or the ranks that share micro-batches, with the most."""
     prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
     return math.ceil(prompts * config.algorithm.group_size / max(1, ranks // config.policy.sequence_parallel))

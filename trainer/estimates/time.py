@@ -1,10 +1,10 @@
-"""Estimated seconds of a step: each part by a formula, from data sheets and counts.
+"""Estimated seconds of a step: a formula for each part, from data sheets and counts.
 
-A model, and no measurement: what was assumed is written below. Not counted: tools and rewards, Python between the
-phases, ranks that wait for the one with the longest answers, a critic, evaluations, checkpoints. ZeRO is counted as if
-it were FSDP2.
+This is a model, not a measurement; its assumptions are listed below. It does not count tools and rewards, Python
+between the phases, ranks that wait for the one with the longest answers, a critic, evaluations and checkpoints. ZeRO is
+counted as if it were FSDP2.
 
-Legend: w bytes of an element in the compute dtype, N ranks, S ranks that a model is cut over.
+Legend: w bytes of an element in the compute dtype, N ranks, S ranks that a model is sharded over.
 """
 
 import math
@@ -19,45 +19,45 @@ from trainer.estimates.model_sizes import ModelSizes, compute_width, shard, shar
 from trainer.model_structure import attended
 
 MATMUL = 0.68
-"""Of the peak, in large bfloat16 products; assumed. Whole steps of Llama 3 come to 0.38 to 0.43 on H100s (Grattafiori
-et al. 2024, arXiv:2407.21783, table 4)."""
+"""Share of the peak that large bfloat16 products reach; assumed. Entire steps of Llama 3 reach 0.38 to 0.43 on H100s
+(Grattafiori et al. 2024, arXiv:2407.21783, table 4)."""
 
 MEMORY = 0.85
-"""Of the data sheet's rate, in kernels that read and write in order; assumed."""
+"""Share of the data sheet's rate that kernels reach when they read and write in order; assumed."""
 
 LINKS = 0.75
-"""Of the data sheet's rate, in NCCL's gathers of large messages; assumed."""
+"""Share of the data sheet's rate that NCCL's gathers of large messages reach; assumed."""
 
 HOST = 50e9
 """Bytes a second between host and device; PCIe 5.0 x16 has 63e9."""
 
 HOP = 3e-6
-"""Seconds from one rank of a ring to the next, however small the message; assumed."""
+"""Seconds from one rank of a ring to the next, however small the message is; assumed."""
 
 NODE = 8
 """GPUs of a machine."""
 
 DECODE_OVERHEAD = 1e-3
-"""Seconds of an engine's step beside its kernels, with CUDA graphs; assumed."""
+"""Seconds of an engine's step besides its kernels, with CUDA graphs; assumed."""
 
 SHIFT = 1.0
-"""Seconds to sleep and to wake, to collect garbage and to grow the allocator's memory again; by estimate."""
+"""Seconds to sleep and wake, to collect garbage and to grow the allocator's memory again; estimated."""
 
 _ELEMENTWISE = 8
-"""How often an activation that is kept crosses the memory: written and read in forward, the same when it is computed
-again, and in backward read, with its gradient written and read, and added up."""
+"""Number of times that a kept activation crosses the memory: written and read in forward, the same when it is
+recomputed, read in backward, and its gradient written, read, and added up."""
 
 _LOGIT_BYTES = 48
-"""Of memory traffic for each logit: forward writes and reads it in bfloat16 and float32, for normaliser, choice and
+"""Bytes of memory traffic per logit: forward writes and reads it in bfloat16 and float32, for normaliser, choice and
 entropy; backward does so again, and writes and reads its gradient (`trainer.policy.logprobs`)."""
 
 _ADAM_BYTES = 40
-"""Of memory traffic for each parameter: norm and clipping 12, AdamW reads four float32 numbers and writes three."""
+"""Bytes of memory traffic per parameter: norm and clipping 12, AdamW reads four float32 numbers and writes three."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt and of an answer, on average."""
+    """The average numbers of tokens of a prompt and of an answer."""
 
     prompt: float
     answer: float
@@ -65,17 +65,17 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Cost:
-    """A part of a step."""
+    """The time of one part of a step."""
 
     name: str
-    seconds: float  # that the step is longer for it
-    hidden: float = 0.0  # seconds of it that pass beside others
-    remark: str = ""  # what it is made of
+    seconds: float  # seconds that it adds to the step
+    hidden: float = 0.0  # seconds that overlap with other parts
+    remark: str = ""  # its ingredients
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of FSDP2 in an update, on each rank."""
+    """The collectives of FSDP2 in an update, on each rank."""
 
     gathers: int = 0  # calls of all-gather
     gathered: int = 0  # bytes of their results
@@ -86,31 +86,32 @@ class Traffic:
 
 
 def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_batches: int) -> Traffic:
-    """The calls and bytes of an update in which all weights learn.
+    """The calls and bytes of an update in which all weights are trained.
 
-    In each micro-batch every unit is gathered for forward, in w bytes an element, and a layer once more for backward if
-    `policy.reshard_after_forward`; and reduced, in float32. Between replicas shards are added up once an update. Rows
-    are cut in S equal chunks, so what travels is padded to S times the first. A single rank sends nothing.
+    In each micro-batch every unit is gathered for forward, with w bytes per element, and layers once more for backward
+    if `policy.reshard_after_forward`; its gradient is reduced in float32. Between replicas, shards are added up once an
+    update. Rows are cut into S equal chunks, so every message is padded to S times the first chunk. A single rank sends
+    nothing.
     """
     shards, w = shards_of(policy, ranks), compute_width(policy)
-    own = {name: sum(math.ceil(s[0] / shards) * math.prod(s[1:]) for s in unit) for name, unit in model.units.items()}
-    again = [name for name in own if "." in name and policy.reshard_after_forward]
+    part = {name: sum(math.ceil(s[0] / shards) * math.prod(s[1:]) for s in unit) for name, unit in model.units.items()}
+    again = [name for name in part if "." in name and policy.reshard_after_forward]
     cut = micro_batches if shards > 1 else 0
-    copied = len(own) if ranks > shards else 0
+    copied = len(part) if ranks > shards else 0
     return Traffic(
-        gathers=cut * (len(own) + len(again)),
-        gathered=cut * w * shards * (sum(own.values()) + sum(own[name] for name in again)),
-        scatters=cut * len(own),
-        scattered=cut * 4 * shards * sum(own.values()),
+        gathers=cut * (len(part) + len(again)),
+        gathered=cut * w * shards * (sum(part.values()) + sum(part[name] for name in again)),
+        scatters=cut * len(part),
+        scattered=cut * 4 * shards * sum(part.values()),
         reductions=copied,
-        reduced=4 * sum(own.values()) if copied else 0,
+        reduced=4 * sum(part.values()) if copied else 0,
     )
 
 
 def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> list[Cost]:
-    """All parts of a step in which no group is left out.
+    """The times of all parts of a step in which no group is left out.
 
-    Engines apart need no sleep; with a lag, rollout and update go on beside each other, and the longer one counts.
+    Engines on ranks of their own need no sleep; with a lag, rollout and update overlap, and the longer one counts.
     """
     training = training_ranks(config, ranks)
     rollout = _rollout(config, model, engine_workers(config, ranks), gpu, lengths)
@@ -124,18 +125,18 @@ def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
 
 
 def step_flops(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> float:
-    """Operations of a step's updates on each rank, as MFU counts them: forward and backward, nothing twice."""
+    """The operations of a step's updates on each rank, as MFU counts them, without recomputation."""
     amount = _amount(config, ranks, lengths)
     passes = config.algorithm.num_iterations
     return passes * (model.flops.forward(*amount) + model.flops.backward(*amount))
 
 
 def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Cost:
-    """Prompts once for each group (the prefix cache has the others), then one engine step a token.
+    """The time of a rollout: each group's prompt once (the prefix cache has the rest), then an engine step per token.
 
-    An engine step reads all weights and the keys and values of all answers under way, or computes 2 operations for
-    each parameter and answer, whichever takes longer. Lengths are even between 0 and twice their mean: slots stay
-    filled until no prompt waits, and then empty evenly. A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785).
+    It is a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): an engine step reads all weights and the keys
+    and values of all running answers, or computes 2 operations for each parameter and answer, whichever takes longer.
+    Lengths are uniform between 0 and twice their mean: slots stay filled until no prompt waits, and then empty evenly.
     """
     engine, w, size = config.engine, engine_dtype(config).itemsize, config.engine.tensor_parallel_size
     answers = config.batch.prompts_per_step * config.algorithm.group_size * size / ranks
@@ -157,13 +158,15 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
 
 
 def _sent_elements(config: TrainConfig, model: ModelSizes) -> int:
-    """Elements that an update brings: those of all weights, or of the adapters alone."""
+    """The elements that a sync sends: those of all weights, or of the adapters alone."""
     return sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
 
 
 def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Iterator[Cost]:
-    """Weights in the engine's dtype: gathered, written to staging, read and written by the worker; and the shift. Where
-    the worker reads the masters themselves, float32, it is one copy.
+    """The times of a sync, and of sleeping and waking, with engines on the training devices.
+
+    Weights in the engine's dtype are gathered, written to staging, then read and written by the worker. A worker that
+    reads the float32 shards itself (sync.way: pull) makes one copy.
     """
     policy, shards = config.policy, shards_of(config.policy, ranks)
     elements = _sent_elements(config, model)
@@ -179,8 +182,10 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
 
 
 def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int, gpu: Gpu) -> Iterator[Cost]:
-    """Weights to engines apart: gathered among the ranks that train, then sent through a chain of all engines; read and
-    written by the worker.
+    """The time of a sync to engines on other devices.
+
+    Weights are gathered among the ranks that train, sent through a chain of all engines, then read and written by the
+    worker.
     """
     size = engine_dtype(config).itemsize * _sent_elements(config, model)
     rate = gpu.link_rate if ranks <= NODE else gpu.network_rate
@@ -190,22 +195,22 @@ def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int
 
 
 def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[Cost]:
-    """Forward and backward of all micro-batches, what they gather and reduce, and the optimizer's steps."""
+    """The times of forward and backward over all micro-batches, of gathers and reductions, and of optimizer steps."""
     policy, algorithm, shards = config.policy, config.algorithm, shards_of(config.policy, ranks)
     tokens, targets, pairs = _amount(config, ranks, lengths)
     passes, compute, memory = algorithm.num_iterations, MATMUL * gpu.flops, MEMORY * gpu.memory_rate
     share = recomputed_layers(policy, model) / model.layers
     trunk = model.flops.forward(tokens, 0, pairs)
-    again = share * trunk + model.flops.forward(0, targets, 0)  # of the logits, too
+    again = share * trunk + model.flops.forward(0, targets, 0)  # logits are recomputed, too
     products = (step_flops(config, model, ranks, lengths) + passes * again) / compute
     traffic = (_ELEMENTWISE - 2 * (1 - share)) * layer_bytes(policy, model) * model.layers * tokens
-    others = passes * (traffic + _LOGIT_BYTES * model.config["vocab_size"] * targets) / memory
+    elementwise = passes * (traffic + _LOGIT_BYTES * model.config["vocab_size"] * targets) / memory
     yield Cost("update: products", products, remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}")
-    yield Cost("update: elementwise", others, remark="norms, activations, logits: memory traffic")
+    yield Cost("update: elementwise", elementwise, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
     shared = tokens * policy.sequence_parallel
     micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
-    busy = products + others
+    busy = products + elementwise
     if policy.sequence_parallel > 1:
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
     yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
@@ -220,9 +225,9 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
 def _gathers(
     policy: PolicyConfig, model: ModelSizes, ranks: int, gpu: Gpu, micro_batches: int, updates: int, busy: float
 ) -> Iterator[Cost]:
-    """Gathers and reductions, layer by layer beside the work on another layer; only the time beyond that work counts.
+    """The times of gathers and reductions, which overlap with the work on another layer; only the excess counts.
 
-    So are the embeddings, without which forward cannot begin, and their reduction, after which backward is over.
+    The gather of the embeddings, before forward can begin, and their reduction, at the end of backward, do not overlap.
     """
     shards, w = shards_of(policy, ranks), compute_width(policy)
     if ranks == 1:
@@ -230,10 +235,10 @@ def _gathers(
     one = update_traffic(policy, model, ranks, 1)
     ends = model.rest if model.tied else model.rest - model.head
     last = 4 * ends
-    if model.adapters:  # of which there are none in the embeddings
+    if model.adapters:  # the embeddings have none
         learned, last = 4 * sum(shape.numel() for shape in model.adapters.values()), 0
         one = replace(one, scatters=model.layers, scattered=learned, reduced=learned // shards if one.reduced else 0)
-    # Into the buffers of collectives and out of them; gradients become float32 on the way.
+    # Copies into the buffers of collectives and out of them, in which gradients become float32.
     copied = micro_batches * (2 * one.gathered + (1 + w / 4) * one.scattered) / (MEMORY * gpu.memory_rate)
     yield Cost("update: copies", copied, remark="gathered weights and gradients, on the device")
     gather, scatter = _ring(one.gathered, shards, gpu, one.gathers), _ring(one.scattered, shards, gpu, one.scatters)
@@ -248,9 +253,9 @@ def _gathers(
 
 
 def _exchanges(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int) -> Cost:
-    """The all-to-alls of ranks that share sequences, with `tokens` each; there is no work beside them.
+    """The time of the all-to-alls between ranks that share sequences, `tokens` on each; nothing overlaps with them.
 
-    Two in a layer's forward, two in its backward, and two where it is computed again. A rank keeps its own part.
+    A layer has two in forward, two in backward, and two more if it is recomputed. A rank keeps its own part.
     """
     ways, (queries, keys_values) = policy.sequence_parallel, attention_elements(policy, model)
     passes = 2 * model.layers + recomputed_layers(policy, model)
@@ -261,10 +266,10 @@ def _exchanges(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float,
 
 
 def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
-    """Seconds to gather `size` bytes in a ring, or to reduce them: each rank passes on all but its own part.
+    """Seconds to gather or reduce `size` bytes in a ring, where each rank passes on everything except its own part.
 
-    Between machines every GPU's network card carries a ring, so a machine has the rates of all of its cards together,
-    at most that of the links within (NCCL; nccl-tests/doc/PERFORMANCE.md).
+    Between machines every GPU's network card carries a ring, so a machine's rate is the sum over its cards, at most the
+    rate of its internal links (NCCL; nccl-tests/doc/PERFORMANCE.md).
     """
     if ranks == 1:
         return 0.0
@@ -273,7 +278,7 @@ def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
 
 
 def _amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, float, float]:
-    """Tokens, targets and attended pairs of a step on each rank, on average."""
+    """The average tokens, targets and attended pairs of a step on each rank."""
     answers = config.batch.prompts_per_step * config.algorithm.group_size / ranks
     length = lengths.prompt + lengths.answer
     return answers * length, answers * lengths.answer, answers * attended([length])

@@ -86,7 +86,7 @@ def test_on_a_terminal_an_answer_is_printed_as_it_is_generated(
     monkeypatch.setattr(generate, "on_checkpoint", lambda command, settings, job: job(leader))
     pieces: dict[bool, list[str]] = {True: [], False: []}
     for terminal, printed in pieces.items():
-        chat = generate.Chat(tokenizer)
+        chat = generate.ChatSession(tokenizer)
         chat.ids = asked
         monkeypatch.setattr(
             sys, "stdout", SimpleNamespace(isatty=lambda t=terminal: t, write=printed.append, flush=int)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT
 from tests.support.forked import ENGINES, PYTHON
 from trainer.cli import main
-from trainer.commands.generate import Chat, longest_answer
+from trainer.commands.generate import ChatSession, longest_answer
 
 TOKENS = 12
 QUESTIONS = ["what is 2+2?", "and one more?"]
@@ -36,7 +36,7 @@ def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -
         [*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdin=-1, stdout=-1, text=True
     )
     assert process.stdin is not None and process.stdout is not None
-    chat, expected = Chat(tokenizer, "be brief"), ""
+    chat, expected = ChatSession(tokenizer, "be brief"), ""
     for question in QUESTIONS:
         answer = greedy(model, chat.ask(question))
         chat.ids = chat.ids + answer
@@ -65,7 +65,7 @@ def writers(pipe: IO[str]) -> list[psutil.Process]:
 
 def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    chat = Chat(tokenizer, "be brief")
+    chat = ChatSession(tokenizer, "be brief")
     first = chat.ask("2+2?")
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
     assert tokenizer.decode(first) == tokenizer.apply_chat_template(
@@ -98,7 +98,7 @@ def test_the_default_length_of_answers_is_that_of_the_run(tmp_path: Path) -> Non
         ("absent/folder/of/mine", [], "there is no folder absent/folder/of/mine"),
         ("run", [], "has no model yet: its run is not finished"),
         ("weightless", [], "holds no *.safetensors"),
-        ("plain", [], "has no chat template: it can only continue a --prompt"),
+        ("plain", [], "has no chat template: give a --prompt to continue"),
         ("plain", ["--max-tokens", "0"], "--max-tokens must be at least 1"),
     ],
 )

@@ -95,8 +95,8 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
         (["MODEL", "--images", "0"], "--images must be at least 1"),
         (["MODEL", "--port", "70000"], "--port from 0 to 65535"),
         (["MODEL", "--port", "http"], "invalid int value"),
-        (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines ask: give an --api-key"),
-        (["MODEL", "--host", "", "--api-key", ""], "lets other machines ask"),
+        (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines connect: give an --api-key"),
+        (["MODEL", "--host", "", "--api-key", ""], "lets other machines connect"),
     ],
 )
 def test_serve_bad_input_ends_in_one_sentence(

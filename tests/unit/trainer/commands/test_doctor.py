@@ -54,7 +54,7 @@ def test_nothing_fails_on_a_sound_node_and_on_a_laptop_in_a_container() -> None:
 CPUINFO = {
     "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nmodel name\t: Xeon\nflags\t: fpu\n": (
         "Xeon: avx2, avx512f, avx512_bf16, amx_tile",
-        "any; engines leave AMX alone, so that they compute as on any processor",
+        "any; engines do not use AMX, so that results are the same on all processors",
     ),
     "model name\t: EPYC\nflags\t\t: avx2": ("EPYC: avx2", "any; no instructions for bfloat16: float32 is as fast"),
     "Features\t: fp asimd bf16": (f"{platform.machine()}: bf16", "any"),
@@ -159,7 +159,7 @@ def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_words(monkeypatch
 def test_trials_wait_until_what_they_need_is_mended() -> None:
     small = replace(NODE, devices=(replace(H100, free_gib=0.5),))
     reasons = [reason for _, _, reason in doctor.trials(small, list(judge(small)), False)]
-    assert reasons == ["first mend: memory of device 0"] * 4
+    assert reasons == ["first fix: memory of device 0"] * 4
     reasons = [reason for _, _, reason in doctor.trials(LAPTOP, list(judge(LAPTOP)), False)]
     assert reasons[:3] == ["", "", ""] and "--ranks 2" in reasons[3]
 

@@ -142,9 +142,9 @@ def test_what_cannot_be_exported_is_said_in_a_sentence(run: Path, capsys: pytest
     shutil.copytree(run / "checkpoints" / "step_3", run.parent / "elsewhere" / "step_3")
     cases = {
         ("generate", str(run)): "step_10 is damaged: __0_0.distcp is not what was written",
-        ("serve", str(run), "--step", "7"): "step_7 is not a complete checkpoint: choose one of those beside it",
-        ("eval", f"{run.parent}/elsewhere/step_3", f"{run}/config.yaml"): "is not in the folder of a run",
-        ("generate", str(run.parent), "--step", "7"): "is not in the folder of a run",
+        ("serve", str(run), "--step", "7"): "step_7 is not a complete checkpoint: choose another one in its folder",
+        ("eval", f"{run.parent}/elsewhere/step_3", f"{run}/config.yaml"): "is not in a run's folder",
+        ("generate", str(run.parent), "--step", "7"): "is not in a run's folder",
     }
     for words, expected in cases.items():
         assert main(words) == 2

@@ -28,7 +28,7 @@ def test_what_it_writes_passes_all_checks_before_a_run(
     assert resolved["model"]["path"] == (str(tiny_model()) if own else "my own/model")
     assert resolved["reward"]["functions"] == [{"name": "my own/reward.py:asked_for", "weight": 1.0, "kwargs": {}}]
     assert cli.main(["new", "my own"]) == 2
-    assert "my own/recipe.yaml is there already" in capsys.readouterr().err
+    assert "my own/recipe.yaml exists already" in capsys.readouterr().err
 
 
 def test_the_readme_shows_what_it_writes(tmp_path: Path) -> None:

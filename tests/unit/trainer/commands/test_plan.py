@@ -17,7 +17,7 @@ from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.memory import (
-    Part,
+    MemoryPart,
     attention_elements,
     engine_parts,
     kv_token_bytes,
@@ -44,22 +44,22 @@ def recipe(model: Path, **sections: Any) -> TrainConfig:
     return TrainConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}})
 
 
-def by_name(parts: list[Part]) -> dict[str, tuple[float, float]]:
+def by_name(parts: list[MemoryPart]) -> dict[str, tuple[float, float]]:
     return {part.name: (part.generating, part.training) for part in parts}
 
 
 def test_the_plan_counts_the_images_that_may_come_up_and_the_copies_of_a_server(tiny_qwen2: Path) -> None:
     """Of 48 answers two engines have 24 each, whose clients all ask at a time, and four ranks train 12 each."""
     shown: dict[str, Any] = {"data": {"max_images": 2, "path": "d", "max_prompt_tokens": 100}}
-    assert "images that come up" not in dict(batch_lines(recipe(tiny_qwen2, **shown), 4))
+    assert "images added in rollouts" not in dict(batch_lines(recipe(tiny_qwen2, **shown), 4))
     client = {"client": "a.b:c", "max_image_mib": 64}
     config = recipe(tiny_qwen2, **shown, rollout=client, engine={"tensor_parallel_size": 2})
-    assert dict(batch_lines(config, 4))["images that come up"] == (
+    assert dict(batch_lines(config, 4))["images added in rollouts"] == (
         "at most 1.50 GiB of an engine's episodes, 4.50 of requests to its server, in base64, and 0.75 of a rank that "
         "trains"
     )
     tools = recipe(tiny_qwen2, **shown, rollout={"tools": ["a.b:c"], "max_image_mib": 64})
-    assert ", 0.00 of requests" in dict(batch_lines(tools, 4))["images that come up"]
+    assert ", 0.00 of requests" in dict(batch_lines(tools, 4))["images added in rollouts"]
 
 
 def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
     gib = cells(memory(record.rows))
     assert gib == {"engine awake": ["1.50"], "offloaded": ["0.25"], "peak allocated": ["3.00"]}
     text = "\n".join(remarks(record.rows))
-    assert "at most 3.0e-05 nats (step 2), 2.0e-06 in the mean" in text
+    assert "at most 3.0e-05 nats (step 2), 2.0e-06 on average" in text
     assert "2 updates skipped" in text and "1 episodes that failed" in text
     assert "reward functions" not in text  # none failed
     recipe = {key: (value, usual, changed) for key, value, usual, changed in page_data([record])["recipe"]}
@@ -81,7 +81,7 @@ def test_rewards_that_failed_are_told_of_by_function_and_kind() -> None:
     rows[1]["eval/misjudged"] = 0.125
     told = list(remarks(rows))
     assert "4 answers on which a reward function failed (f/timeout 3, g/raised 1)" in told
-    assert "held-out answers taken for wrong since a reward function failed: 12.5% at most" in told
+    assert "held-out answers counted as wrong since a reward function failed: 12.5% at most" in told
 
 
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
@@ -119,7 +119,7 @@ def test_answers_in_slices_have_a_line_for_their_age() -> None:
     names = ("stale/share", "stale/age_mean", "stale/age_max", "correction/effective")
     rows = [row | dict(zip(names, age, strict=True)) for row, age in zip(ROWS[1:], ages, strict=True)]
     assert [line for line in remarks(rows) if line.startswith("tokens of earlier versions")] == [
-        "tokens of earlier versions: 25%; answers began 0.75 steps before on average, at most 3; "
+        "tokens of earlier versions: 25%; answers began 0.75 steps earlier on average, at most 3; "
         "effective sample size at least 75%"
     ]
 
@@ -172,7 +172,7 @@ def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("absent", "holds no metrics.jsonl, so it is not a run's folder"), ("begun", "holds no step yet")],
+    [("absent", "has no metrics.jsonl, so it is not a run's folder"), ("begun", "has no step yet")],
 )
 def test_report_of_no_run_ends_in_one_sentence(
     name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

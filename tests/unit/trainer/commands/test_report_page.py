@@ -199,7 +199,7 @@ def test_a_port_that_is_taken_ends_in_one_sentence(run: Path) -> None:
             make_server([run], server.server_port)
     finally:
         server.server_close()
-    with pytest.raises(UserError, match="holds no metrics.jsonl, so it is not a run's folder"):
+    with pytest.raises(UserError, match="has no metrics.jsonl, so it is not a run's folder"):
         make_server([run.parent], 0)
 
 

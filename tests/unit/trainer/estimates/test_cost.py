@@ -11,7 +11,7 @@ from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
 from trainer.estimates.gpus import GPUS, Gpu
-from trainer.estimates.layouts import Layout, compared, comparison
+from trainer.estimates.layouts import RankSplit, compared, comparison
 from trainer.estimates.model_sizes import ModelSizes
 from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_traffic
 from trainer.model_structure import ModelFlops
@@ -160,7 +160,7 @@ def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2
         return sum(cost.seconds for cost in step_costs(recipe, BILLION, 8, GPU, lengths))
 
     together, without, ahead = compared(plan, BILLION, 8, GPU, lengths)
-    assert together == Layout(0, 0, seconds(0, 0))
+    assert together == RankSplit(0, 0, seconds(0, 0))
     assert without.seconds == min(seconds(apart, 0) for apart in range(1, 8)) and without.lag == 0
     assert ahead.seconds == min(seconds(apart, 1) for apart in range(1, 8)) and ahead.lag == 1
     lines = list(comparison(plan, BILLION, 8, GPU, lengths))
@@ -193,6 +193,6 @@ def test_a_plan_for_a_gpu_has_seconds_and_mfu(
         assert "every rank does both: " in shown and "rollout.lag: 1: " in shown
         assert "prompts of 50 and answers of 50 tokens" in shown and max(map(len, shown.splitlines())) <= 120
     assert main(["plan", str(path), "--ranks", "8", "--gpu", "h100", "--answer-tokens", "101"]) == 2
-    assert "--answer-tokens is 101, but the recipe has 1 to 100 of them" in capsys.readouterr().err
+    assert "--answer-tokens is 101, but the recipe allows 1 to 100: choose from these" in capsys.readouterr().err
     assert main(["plan", str(path), "--gpu", "h1000"]) == 2
     assert "invalid choice" in capsys.readouterr().err
