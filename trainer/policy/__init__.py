@@ -1,4 +1,4 @@
-"""The policy: the model that is trained, sharded over the ranks."""
+"""The policy: the model to train, sharded over the ranks."""
 
 import torch
 
@@ -30,9 +30,9 @@ def make_policy(
     value_head: bool = False,
     in_place: bool = False,
 ) -> Policy:
-    """The policy to train, on the backend that policy.backend names; with a value head on FSDP2 only.
+    """Makes the policy on the backend that policy.backend names; a value head is possible on FSDP2 only.
 
-    `in_place`: one that can compute with an engine's weights.
+    With `in_place`, the policy can compute with an engine's weights.
     """
     if in_place:
         return InPlacePolicy(model, policy, device, total_updates, value_head=value_head)

@@ -1,9 +1,9 @@
-"""Causal attention for sequences laid end to end, each seeing itself only.
+"""Causal attention for sequences laid end to end, each of which attends only to itself.
 
 Transformers has two ways to pack: an [N, N] block mask made from position ids, whose memory grows with the square of
-the pack and which rules out the fast kernels; and flash-attn, which needs its own installation and a GPU. This function
+the pack and which rules out the fast kernels; and flash-attn, which needs its own installation and a GPU. `attention`
 takes flash-attn's cumulative lengths and runs everywhere: with PyTorch's variable-length kernel on CUDA in half
-precision, with one causal call for each run of equally long sequences elsewhere.
+precision, elsewhere with one causal call for each run of equally long sequences.
 """
 
 import inspect
@@ -29,15 +29,15 @@ NAME = "hotbunk_sdpa"
 _WITHOUT_EFFECT = frozenset(
     ("position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions", "cache_position")
 )
-"""Arguments that models also pass to their attention, and that add nothing to the others."""
+"""Arguments that models also pass to their attention, and that have no effect beside the others."""
 
-# Grouped queries have to be asked for since torch 2.12 (torch/nn/attention/varlen.py); before, the kernel took them.
-# With more than one split a sequence's result would depend on the longest of its batch (ibid., num_splits).
+# Since torch 2.12, grouped queries need an option (torch/nn/attention/varlen.py); before, the kernel just took them.
+# With more than one split, a sequence's result would depend on the longest of its batch (ibid., num_splits).
 _PARAMETERS = inspect.signature(varlen_attn).parameters
 _OPTIONS: Any = {name: value for name, value in {"enable_gqa": True, "num_splits": 1}.items() if name in _PARAMETERS}
 
 
-@torch.compiler.disable  # lengths differ from pack to pack: a compiled loop over them would be compiled anew for each
+@torch.compiler.disable  # lengths differ from pack to pack: a compiled loop over them would be recompiled for each
 def attention(
     module: nn.Module,
     query: Tensor,  # [B, heads, T, D]; key and value may have fewer heads, which divide the query's
@@ -46,25 +46,25 @@ def attention(
     attention_mask: None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,  # how many positions a query sees, counted backwards, itself included
+    sliding_window: int | None = None,  # number of positions that a query attends to, up to and including its own
     cu_seq_lens_q: Tensor | None = None,  # [S+1] int32, the index in T at which each sequence begins, and T; B is 1
-    max_length_q: int = 0,  # the length of the longest of those sequences
-    sequence_lengths: Sequence[int] = (),  # all of their lengths, so that the device need not be asked
-    token_parts: Sequence[int] = (),  # tokens on each rank that shares them, of which T are here; (): they are all here
-    **others: Any,
+    max_length_q: int = 0,  # the length of the longest of these sequences
+    sequence_lengths: Sequence[int] = (),  # the lengths of all sequences, so that the host need not ask the device
+    token_parts: Sequence[int] = (),  # number of tokens on each rank that shares them, T on this one; (): not shared
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface; masks are made here, where they are needed.
+    """Attention under Transformers' interface; it makes masks itself, if it needs them.
 
-    Without `cu_seq_lens_q` there are B sequences of T. Gives [B, T, heads, D], and no attention weights. Raises
-    UserError where the model uses another argument, such as a soft cap of the scores, or sinks.
+    Without `cu_seq_lens_q` there are B sequences of T. Returns [B, T, heads, D], and no attention weights. Raises
+    UserError if the model uses another argument, such as a soft cap of the scores, or sinks.
     """
-    if unknown := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
-        asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which packing does not know"
-        raise UserError(f"{asked}: set model.attn_implementation to eager and batch.packing to false")
+    if unknown := [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]:
+        needs = f"{type(module).__name__} needs attention with {', '.join(unknown)}, which packing does not support"
+        raise UserError(f"{needs}: set model.attn_implementation to eager and batch.packing to false")
     if token_parts:
         query, key, value = heads_for_tokens(token_parts, query, key, value)
-        own = partial(attention, module, query, key, value, attention_mask, dropout, scaling, sliding_window)
-        return tokens_for_heads(token_parts, own(cu_seq_lens_q, max_length_q, sequence_lengths)[0]), None
+        inner = partial(attention, module, query, key, value, attention_mask, dropout, scaling, sliding_window)
+        return tokens_for_heads(token_parts, inner(cu_seq_lens_q, max_length_q, sequence_lengths)[0]), None
     causal = partial(_causal, dropout=dropout, scale=scaling, window=sliding_window)
     if cu_seq_lens_q is None:
         return causal(query, key, value).transpose(1, 2).contiguous(), None
@@ -86,7 +86,7 @@ def attention(
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, window: int | None
 ) -> Tensor:
-    """Sequences of one length, [B, heads, T, D] like the query."""
+    """Causal attention over sequences of one length; the result is [B, heads, T, D] like the query."""
     length, grouped, band = query.shape[2], query.shape[1] != key.shape[1], None
     if window is not None and length > window:
         band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
@@ -96,10 +96,10 @@ def _causal(
 
 
 def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether PyTorch's build of FlashAttention computes this."""
+    """True if PyTorch's build of FlashAttention supports these tensors."""
     size = query.shape[-1]
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
-        return False  # FlashAttention begins with Ampere
+        return False  # FlashAttention needs Ampere or newer
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and dropout == 0.0 and size == value.shape[-1] and size <= 256 and size % 8 == 0
 
@@ -108,24 +108,24 @@ AttentionInterface.register(NAME, attention)
 
 
 def implementation(asked: str, model: type[PreTrainedModel], config: Any) -> str:
-    """`NAME` in place of PyTorch's plain attention wherever the model allows it and the result is the same."""
+    """The attention implementation for `asked`: `NAME` instead of sdpa if the model allows it, with the same result."""
     return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model, config) is None else asked
 
 
 def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
-    """Why sequences of this model cannot be laid end to end, or None where they can."""
-    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
-    if others or model._is_stateful:
-        return f"has layers ({', '.join(others) or 'recurrent'}) that would carry over from one sequence to the next"
+    """The reason why sequences of this model cannot be laid end to end; None if they can."""
+    layers = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
+    if layers or model._is_stateful:
+        return f"has layers ({', '.join(layers) or 'recurrent'}) that carry state over from one sequence to the next"
     if sees(config) and "token_type_ids" in inspect.signature(model.forward).parameters:
-        return "lets the tokens of an image see those that come after them"
+        return "lets the tokens of an image attend to later ones"
     if not model._supports_attention_backend:
-        return "brings its own attention, which takes no ends of sequences"
+        return "has its own attention, which does not take the ends of sequences"
     return None
 
 
 def require_sharing(model: PreTrainedModel) -> None:
-    """Raise UserError where ranks cannot share a sequence: tokens would meet elsewhere than in `attention`."""
+    """Raises UserError if ranks cannot share a sequence, since tokens would interact outside of `attention`."""
     obstacle = packing_obstacle(type(model), model.config)
     if obstacle is None and model.config._attn_implementation != NAME:
         obstacle = "computes its attention in its own way"
@@ -135,6 +135,6 @@ def require_sharing(model: PreTrainedModel) -> None:
 
 
 def require_packing(model: PreTrainedModel) -> None:
-    """Raise UserError where a pack would mix sequences."""
+    """Raises UserError if a pack would mix sequences."""
     if obstacle := packing_obstacle(type(model), model.config):
         raise UserError(f"batch.packing is true, but {type(model).__name__} {obstacle}: set it to false")

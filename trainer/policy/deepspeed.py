@@ -1,8 +1,8 @@
-"""The policy on DeepSpeed ZeRO: the same numbers as FSDP2, for clusters that are set up for DeepSpeed.
+"""The policy on DeepSpeed ZeRO, with the same results as on FSDP2, for clusters that are set up for DeepSpeed.
 
-ZeRO-1 and 2 keep whole compute weights on every rank and shard the float32 masters and Adam's moments (2: gradients,
-too); ZeRO-3 shards the weights as well. Checkpoints hold rows of every parameter, as FSDP2 has them, so either backend
-resumes from the other's.
+ZeRO-1 and 2 keep unsharded compute weights on every rank and shard the float32 masters and Adam's moments (2:
+gradients, too); ZeRO-3 shards the weights as well. Checkpoints have rows of every parameter, like those of FSDP2, so
+either backend resumes from the other's.
 """
 
 import os
@@ -34,9 +34,9 @@ from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 
 class DeepSpeedPolicy(Offloadable, Policy):
-    """The policy on DeepSpeed. Needs a process group, of one rank or more.
+    """The policy on DeepSpeed, which needs a process group of one rank or more.
 
-    Under ZeRO-3 the model's parameters are empty between calls, and their partitions in `ds_tensor`.
+    Under ZeRO-3 the model's parameters are empty between calls, and their partitions are in `ds_tensor`.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class DeepSpeedPolicy(Offloadable, Policy):
         total_updates: int = 1,
         lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        """Build, load and shard the model; arguments as `FsdpPolicy`'s."""
+        """Builds, loads and shards the model; arguments as in `FsdpPolicy`."""
         if device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported; it would look for other devices
-        os.environ.setdefault("LOCAL_RANK", "0")  # read in deepspeed/comm/comm.py, and set by torchrun alone
+            os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import, and else looks for other devices
+        os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed/comm/comm.py reads it, and only torchrun sets it
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
-        # It calls what torch 2.13 has renamed (deepspeed/comm/torch.py): lines of every rank in every step.
+        # It calls functions that torch 2.13 has renamed (deepspeed/comm/torch.py), and every rank warns in every step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if device.type == "cpu":
-            # Else it compiles an all-reduce for inference over shared memory, which takes a minute, and waits without
-            # end for the lock of a process that was killed while compiling. Training does not use it
+            # Else it compiles an all-reduce for inference over shared memory, which takes a minute and training does
+            # not use, and it waits forever for the lock of a process that was killed while compiling
             # (https://github.com/deepspeedai/DeepSpeed/pull/5391).
             deepspeed.ops.__compatible_ops__ = {}
-        # DeepSpeed's own way of putting memory away takes no other Adam than its own.
+        # DeepSpeed's offloading works with its own Adam only.
         super().__init__(policy.offload, self._update_memory, lambda: self.engine.module.parameters())
         self._deepspeed, self.device, self.config, self.lora = deepspeed, device, policy, lora
         self.zero_3 = policy.zero_stage == 3
@@ -78,30 +78,32 @@ class DeepSpeedPolicy(Offloadable, Policy):
         vision = hf_format.make_vision(self.model, self.source)
         module = PolicyModule(self.model, policy.fp32_head, routing=self.routing, vision=vision)
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
-        # At rate 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
+        # The rate is 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
         # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=self.optimizer, config=self._settings())
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
             # DeepSpeed has made its masters from rounded weights.
-            for parameter, whole in self._start_values(self.model, self.trained(), wider_than=self.compute_dtype):
-                safe_set_full_fp32_param(parameter, whole)
+            for parameter, value in self._start_values(self.model, self.trained(), wider_than=self.compute_dtype):
+                safe_set_full_fp32_param(parameter, value)
 
     @property
     def work(self) -> Work:
+        """The work that the model has done so far on this rank."""
         return cast(Work, self.engine.module.work)
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that has the memory of ZeRO-3's partitions: these, and the flat buffers that they are cut from,
-        which are the masters' too where both have one dtype.
+        """Yields the tensors that have the memory of ZeRO-3's partitions: these, and the flat buffers behind them.
+
+        If weights and masters have one dtype, some buffers are the masters' as well.
         """
         zero = self.engine.optimizer
         yield from (parameter.ds_tensor for parameter in self.engine.module.parameters())
         yield from [zero.lp_param_buffer, *zero.fp16_partitioned_groups_flat, *zero.fp32_partitioned_groups_flat]
 
     def _update_memory(self) -> Iterator[Tensor]:
-        """The tensors that only an update needs: masters, moments and the buffer of gradients."""
+        """Yields the tensors that only an update needs: masters, moments and the buffer of gradients."""
         zero = self.engine.optimizer
         yield from zero.fp32_partitioned_groups_flat if self.zero_3 else zero.single_partition_of_fp32_groups
         yield from (state[key] for state in zero.optimizer.state.values() for key in MOMENTS)
@@ -114,7 +116,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         if config.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         return {
-            "train_micro_batch_size_per_gpu": 1,  # of no consequence: the boundaries of a step are set by `update`
+            "train_micro_batch_size_per_gpu": 1,  # without effect, since `update` sets the boundaries of a step
             "gradient_accumulation_steps": 1,
             "gradient_clipping": config.max_grad_norm,
             "zero_optimization": zero,
@@ -127,27 +129,27 @@ class DeepSpeedPolicy(Offloadable, Policy):
         }
 
     def _build(self, model: ModelConfig) -> PreTrainedModel:
-        """The model with its weights: whole on the device or, under ZeRO-3, cut as it is built; not on the host."""
-        # Without data, which also imports the model's classes: ZeRO would patch them wrongly while they are being made
+        """Builds the model with its weights, unsharded on the device or, under ZeRO-3, sharded while it is built."""
+        # This build without data also imports the model's classes, which ZeRO would patch wrongly while they are made
         # (https://github.com/deepspeedai/DeepSpeed/issues/2812).
         built = hf_format.build_meta_model(self.source, model, self.compute_dtype, self.device)
         self._routers = asked_routers(built, model.routes)
         if self.zero_3:
-            built = self._build_cut(built, model)
+            built = self._build_sharded(built, model)
         else:
             hf_format.load_sharded(built, self.source, self.device)
         if self.lora.rank:
-            add_adapters(built, self.lora, self.compute_dtype, self.device)  # whole; DeepSpeed cuts them as it starts
-            for factor, whole in self._start_values(built, factors(built)):
-                factor.data.copy_(whole)
+            add_adapters(built, self.lora, self.compute_dtype, self.device)  # DeepSpeed shards them when it starts
+            for factor, value in self._start_values(built, factors(built)):
+                factor.data.copy_(value)
         return built
 
-    def _build_cut(self, empty: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-        """A model like `empty`, with its weights, each cut as soon as it is made."""
+    def _build_sharded(self, empty: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+        """Builds a model like `empty`, with its weights, each of which is sharded as soon as it is made."""
         with (
             no_init_weights(),
-            # A group that is not named and has one rank would be taken for a mistake where torchrun has started more,
-            # and memory-efficient linear would replace torch's in the whole process
+            # DeepSpeed takes an unnamed group of one rank for a mistake if torchrun has started more ranks, and its
+            # memory-efficient linear would replace torch's in the entire process
             # (deepspeed/runtime/zero/partition_parameters.py).
             self._deepspeed.zero.Init(
                 config_dict_or_path=self._settings(), data_parallel_group=dist.group.WORLD, mem_efficient_linear=False
@@ -160,44 +162,44 @@ class DeepSpeedPolicy(Offloadable, Policy):
                 trust_remote_code=model.trust_remote_code,
             )
         hf_format.choose_attention(built, model.attn_implementation)
-        built.tie_weights()  # left out with the initialisation
+        built.tie_weights()  # `no_init_weights` leaves this out, too
         built = built.to(self.device)
         for name, buffer in empty.named_buffers():
-            if not buffer.is_meta:  # computed, not loaded; ZeRO-3 has cast them, rotary frequencies among them
+            if not buffer.is_meta:  # computed buffers, such as rotary frequencies, which ZeRO-3 has cast
                 built.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
-        for parameter, whole in self._start_values(built, parameter_names(built)):
-            self._fill(parameter, whole)
+        for parameter, value in self._start_values(built, parameter_names(built)):
+            self._fill(parameter, value)
         return built
 
     def _start_values(
         self, model: PreTrainedModel, parameters: dict[str, nn.Parameter], wider_than: torch.dtype | None = None
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with the whole value it starts from, float32: the checkpoint's, or an adapter's beginning.
+        """Yields each parameter with its unsharded float32 start value: the checkpoint's, or an adapter's.
 
-        With `wider_than`, only those that the checkpoint has in another dtype than this.
+        With `wider_than`, only parameters that the checkpoint has in another dtype.
         """
         files = hf_format.SafetensorsFolder(self.source)
         hf_format.adopt_names(model, files.names)
         for name, parameter in parameters.items():
             shape = whole_shape(parameter)
-            whole = start_value(name, shape, self.lora.seed)
-            if whole is None:
+            value = start_value(name, shape, self.lora.seed)
+            if value is None:
                 views = checkpoint_views(model, name, shape)
                 if wider_than is not None and files.dtypes(views) == {wider_than}:
                     continue
-                whole = files.read(views, 0, shape.numel(), torch.float32, self.device).view(shape)
-            yield parameter, whole.to(self.device)
+                value = files.read(views, 0, shape.numel(), torch.float32, self.device).view(shape)
+            yield parameter, value.to(self.device)
 
     @torch.no_grad()
-    def _fill(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Set the compute weight, on all ranks; `whole` is the same on each."""
+    def _fill(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Sets a compute weight to an unsharded `value`, the same on all ranks. Collective."""
         with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.zero_3):
-            parameter.copy_(whole)
+            parameter.copy_(value)
 
     def _make_optimizer_state(self) -> None:
-        """Adam's state from the start, as for FSDP2: zeros, of no steps.
+        """Makes Adam's state, zeros after no steps, at the start, as for FSDP2.
 
-        ZeRO-1 and 2 would make it at the first step, and then find that of the first parameter group only.
+        ZeRO-1 and 2 would make it at the first step, and then find only that of the first parameter group.
         """
         zero = self.engine.optimizer
         held = [p for group in zero.optimizer.param_groups for p in group["params"]]
@@ -208,11 +210,11 @@ class DeepSpeedPolicy(Offloadable, Policy):
             zero._lazy_init_hp_params_optimizer_state()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names they have in the Transformers model, tied ones once."""
+        """Yields parameters with their names in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name: all, or the adapters."""
+        """The trained parameters by name: all, or the adapters."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     @torch.no_grad()
@@ -224,19 +226,19 @@ class DeepSpeedPolicy(Offloadable, Policy):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on all batches; see `Policy.update`. Collective."""
+        """Runs one optimizer step on all batches, as `Policy.update` describes. Collective."""
         self.engine.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
             loss, sums = loss_fn(batch, outputs(self.engine, batch, temperature))
-            # DeepSpeed averages over ranks what is already divided by the whole step's count.
+            # DeepSpeed averages over ranks, but losses are divided by the step's count over all ranks already.
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             figures.add(batch, loss, sums)
         return self._step(self.updates.learning_rate(place), figures.over_ranks())
 
     def _step(self, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Apply, or skip where DeepSpeed finds a gradient that is not finite, as it does on all ranks together."""
+        """Applies the update, or skips it if DeepSpeed finds a gradient that is not finite, on all ranks alike."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
@@ -245,7 +247,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         return self.updates.count(skipped, norm, rate, sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and moments of the parameters that learn, as FSDP2 would hold them: float32 copies of rows."""
+        """Masters and moments of trained parameters, as rows in float32, like those of FSDP2, but copies."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         model, moments = {}, {}
@@ -256,26 +258,26 @@ class DeepSpeedPolicy(Offloadable, Policy):
                 moments[f"{name}.{key}"] = self._rows(safe_get_full_optimizer_state(parameter, key), shape)
         return {"model": model, "optimizer": moments, "counters": self.updates.counters()}
 
-    def _rows(self, whole: Tensor, shape: torch.Size) -> DTensor:
-        """This rank's rows of a tensor that every rank has."""
+    def _rows(self, value: Tensor, shape: torch.Size) -> DTensor:
+        """A sharded tensor with this rank's rows of a value that every rank has."""
         mesh = init_device_mesh(self.device.type, (world_size(),), mesh_dim_names=("shard",))
-        return distribute_tensor(whole.detach().float().view(shape), mesh, [Shard(0)], src_data_rank=None)
+        return distribute_tensor(value.detach().float().view(shape), mesh, [Shard(0)], src_data_rank=None)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` gave, or FsdpPolicy's."""
+        """Loads a state that `state_dict` returned, of this policy or of an FsdpPolicy."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         self.updates.restore(state["counters"])
         for values in self.engine.optimizer.optimizer.state.values():
             values["step"].fill_(self.version)
         for name, parameter in self.trained().items():
-            whole = state["model"][name].full_tensor()
-            safe_set_full_fp32_param(parameter, whole)
-            self._fill(parameter, whole)
+            value = state["model"][name].full_tensor()
+            safe_set_full_fp32_param(parameter, value)
+            self._fill(parameter, value)
             for key in MOMENTS:
                 safe_set_full_optimizer_state(parameter, state["optimizer"][f"{name}.{key}"].full_tensor(), key)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
+        """Writes the model in Hugging Face format and the compute dtype, without the tokenizer."""
         hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)

@@ -1,6 +1,6 @@
 """The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype.
 
-`ShardedModel` is a model with its optimizer, which the policy and the critic have in common.
+`ShardedModel` is a model with its optimizer, the common base of the policy and the critic.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,20 +34,20 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class ShardedModel(Offloadable):
-    """A model under FSDP2 with its optimizer. Needs a process group."""
+    """A model under FSDP2 with its optimizer, which needs a process group."""
 
     def __init__(
         self,
-        module: nn.Module,  # is called: the model, and maybe a head that reads its hidden states
-        model: PreTrainedModel,  # without data yet (`hf_format.build_meta_model`)
+        module: nn.Module,  # the module to call: the model with, possibly, a head that reads its hidden states
+        model: PreTrainedModel,  # the model, still without data (`hf_format.build_meta_model`)
         source: Path,  # the checkpoint to load
         settings: PolicyConfig,
         device: torch.device,
-        total_updates: int = 1,  # where the learning rate's schedule ends, in updates asked for
+        total_updates: int = 1,  # the end of the learning rate's schedule, in updates asked for
         trainable: bool = True,  # False for a frozen model: no gradients, no optimizer
         start: hf_format.StartValue = lambda name, shape: None,  # see `hf_format.load_sharded`
     ) -> None:
-        """Shard and load. Between calls the model's parameters are DTensors, sharded on dimension 0."""
+        """Shards and loads the model. Between calls its parameters are DTensors, sharded on dimension 0."""
         super().__init__(settings.offload, self._moments, self._weights)
         self.module, self.model, self.source, self.device, self.config = module, model, source, device, settings
         self.compute_dtype = getattr(torch, settings.dtype)
@@ -61,15 +61,17 @@ class ShardedModel(Offloadable):
 
     @property
     def work(self) -> Work:
+        """The work that the model has done so far on this rank."""
         return cast(Work, self.module.work)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Sharded parameters under the names they have in the Transformers model, tied ones once."""
+        """Yields sharded parameters with their names in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that has the memory of this rank's shards: parameters, and what FSDP2 gathers from, with the
-        padding of uneven ones.
+        """Yields the tensors that have the memory of this rank's shards.
+
+        These are the parameters and FSDP2's buffers to gather from, which have the padding of uneven shards.
         """
         groups = (group for unit in self._units() for group in unit._get_fsdp_state()._fsdp_param_groups)
         for parameter in (parameter for group in groups for parameter in group.fsdp_params):
@@ -77,15 +79,15 @@ class ShardedModel(Offloadable):
             yield cast(DTensor, parameter.sharded_param)._local_tensor
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name: the model's, and those of a head beside it."""
+        """The trained parameters by name: the model's, and those of a head beside it."""
         named = self.module.named_parameters()
         return {name.removeprefix("model."): parameter for name, parameter in named if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
-        """Live sharded tensors of the parameters that learn, for torch.distributed.checkpoint to save and load.
+        """Live sharded tensors of the trained parameters, for torch.distributed.checkpoint to save and load.
 
-        With adapters, the base comes from `model.path` again. AdamW's own step count is `version`, and the learning
-        rate a function of it and of the run's step, so neither is kept.
+        With adapters, the base is loaded from `model.path` again. AdamW's step count is `version`, and the learning
+        rate is a function of it and of the run's step, so neither is kept.
         """
         model = self.trained()
         return {
@@ -96,13 +98,13 @@ class ShardedModel(Offloadable):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state that `state_dict` gave, of this or another policy of the same model and number of ranks."""
-        own = self.state_dict()
+        """Copies a state that `state_dict` returned, of a policy with the same model and number of ranks."""
+        target = self.state_dict()
         for section in ("model", "optimizer"):
-            if own[section].keys() != state[section].keys():
-                different = sorted(own[section].keys() ^ state[section].keys())
+            if target[section].keys() != state[section].keys():
+                different = sorted(target[section].keys() ^ state[section].keys())
                 raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
-            for name, tensor in own[section].items():
+            for name, tensor in target[section].items():
                 tensor.copy_(state[section][name])
         self.updates.restore(state["counters"])
         for parameter in self.trained().values():
@@ -111,16 +113,16 @@ class ShardedModel(Offloadable):
     def _load(self, start: hf_format.StartValue) -> None:
         hf_format.load_sharded(self.model, self.source, self.device, start)
 
-    def _moments(self) -> Iterator[Tensor]:  # which only an update needs
+    def _moments(self) -> Iterator[Tensor]:  # only an update needs them
         return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
 
-    def _weights(self) -> Iterator[Tensor]:  # which a generation shift can do without once the engines have them
+    def _weights(self) -> Iterator[Tensor]:  # a generation shift does not need them once the engines have them
         return self.module.parameters()
 
     def _shard(self) -> None:
-        """One FSDP unit for each decoder layer, for the embeddings and the output head, if untied, and for the rest.
+        """Makes an FSDP unit of each decoder layer, of the embeddings and the output head, if untied, and of the rest.
 
-        So the head is gathered during the last layers' forward, and its gradients are reduced during backward.
+        The head is then gathered during the last layers' forward, and its gradients are reduced during backward.
         """
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
@@ -128,32 +130,32 @@ class ShardedModel(Offloadable):
         self._compile()
         for layer in decoder(self.model).layers:
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)
-        # Encoders of images compute rotary frequencies in float32, which would be rounded on the way into a unit.
+        # Image encoders compute rotary frequencies in float32, which a unit would round when it casts its inputs.
         kept = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
         for layer in encoder_layers(self.model):
             shard(layer, mp_policy=kept, reshard_after_forward=self.config.reshard_after_forward)
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if head is None:  # a critic's, which the root calls
+        if head is None:  # a critic's head is called by the root
             ends = [embedding]
         else:
             ends = [] if head.weight is embedding.weight else [embedding, head]
-        # The weights of these are needed again right after the forward pass, or nearly so: they stay until the backward
-        # pass is over.
+        # The weights of these units are needed again soon after the forward pass, so they stay until the end of
+        # backward.
         for unit in (*ends, self.module):
             shard(unit, reshard_after_forward=False)
         for unit in self._units():
-            # The loss is divided by the whole step's count already, so gradients are summed over ranks, not
-            # averaged. A divide factor alone would ask for a scaled reduction that gloo does not have
+            # The loss is divided by the step's count over all ranks already, so gradients are summed over ranks, not
+            # averaged. A divide factor alone would need a scaled reduction, which gloo does not have
             # (https://github.com/pytorch/pytorch/pull/155915).
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)
 
     def _compile(self) -> None:
-        """Compile the norms and dense MLPs of the decoder layers, for any length, since no two packs have the same.
+        """Compiles the norms and dense MLPs of the decoder layers, for any length, since lengths of packs differ.
 
-        Whole layers would have checkpointing, scoring and padding among their inputs: one would be compiled more often
-        than torch.compile does (torch._dynamo.config.recompile_limit) and run uncompiled from then on.
+        Entire layers would have checkpointing, scoring and padding among their inputs: they would exceed the limit of
+        recompilations (torch._dynamo.config.recompile_limit), and run uncompiled from then on.
         """
         layers = decoder(self.model).layers if self.config.compile else ()
         for module in (module for layer in layers for module in layer.modules()):
@@ -163,35 +165,35 @@ class ShardedModel(Offloadable):
 
     @torch.no_grad()
     def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
-        """The results of `forward` for each batch, in evaluation mode."""
+        """The results of `forward` for each batch, in evaluation mode and without gradients."""
         self.module.eval()
         results = [forward(batch) for batch in batches]
         self._reshard()
         return results
 
     def _update(self, batches: list[MicroBatch], loss_of: LossOf, place: float | None) -> UpdateStats:
-        """One optimizer step on the sum of all losses over micro-batches and ranks, or none, on all ranks alike.
+        """Runs one optimizer step on the sum of all losses over micro-batches and ranks, or skips it on all ranks.
 
-        Raises TrainingDiverged on all ranks when the last `max_skipped_steps` updates were all skipped.
+        Raises TrainingDiverged on all ranks if the last `max_skipped_steps` updates were all skipped.
         """
         self.module.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
-            for unit in self._units():  # between replicas gradients travel once an update, not once a micro-batch
+            for unit in self._units():  # replicas reduce gradients once per update, not once per micro-batch
                 unit.set_requires_all_reduce(number == len(batches), recurse=False)
             loss, sums = loss_of(batch)
             loss.backward()
             figures.add(batch, loss, sums)
         self._reshard()
         gradients = [local_part(p.grad) for p in self.trained().values() if p.grad is not None]
-        # Every replica has the same gradients: each shard counts once.
+        # Every replica has the same gradients, so the sum counts each shard once per replica.
         squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
         totals = figures.over_ranks(squared_norm=squared_norm)
         rate = self.updates.learning_rate(place)
         return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
 
     def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Clip and apply, or skip. Loss and norm are sums over ranks, so that all ranks decide the same."""
+        """Clips and applies gradients, or skips them. Loss and norm are sums over ranks, so all ranks decide alike."""
         finite = abs(sums["loss"]) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
         if finite:
             if norm > self.config.max_grad_norm:
@@ -203,7 +205,7 @@ class ShardedModel(Offloadable):
         return self.updates.count(not finite, norm, rate, sums)
 
     def _reshard(self) -> None:
-        """Free gathered weights that were kept, so that outside of calls every parameter is its sharded self."""
+        """Frees gathered weights that were kept, so that every parameter is sharded outside of calls."""
         for unit in self._units():
             unit.reshard()
 
@@ -224,10 +226,10 @@ class FsdpPolicy(ShardedModel, Policy):
         value_head: bool = False,
         lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        """Build, shard and load the model on "cpu", or on this rank's CUDA device; arguments as `ShardedModel`'s.
+        """Builds, shards and loads the model on "cpu", or on this rank's CUDA device; arguments as in `ShardedModel`.
 
-        A model that is not `trainable`, a reference, and with adapters the base are kept in the compute dtype; adapters
-        are in float32. With a value head, outputs also have its values: a critic that shares the trunk.
+        The weights of a model that is not `trainable` (a reference), and of the base of adapters, are in the compute
+        dtype; adapters are in float32. With a value head, a critic that shares the trunk, outputs also have values.
         """
         source = hf_format.resolve_folder(model.path)
         dtype = torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype)
@@ -250,19 +252,19 @@ class FsdpPolicy(ShardedModel, Policy):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """One optimizer step on all batches; see `Policy.update`. Collective."""
+        """Runs one optimizer step on all batches, as `Policy.update` describes. Collective."""
         return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the model in Hugging Face format and the compute dtype; without the tokenizer."""
+        """Writes the model in Hugging Face format and the compute dtype, without the tokenizer."""
         hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
 
 
 class FrozenPolicy(FsdpPolicy):
-    """A reference. By `policy.offload_reference` its weights are on the device only while it scores."""
+    """A frozen reference. With `policy.offload_reference`, its weights are on the device only while it scores."""
 
     def __init__(self, model: ModelConfig, policy: PolicyConfig, device: torch.device) -> None:
-        """Arguments as `FsdpPolicy`'s."""
+        """Builds, shards and loads the model; arguments as in `FsdpPolicy`."""
         super().__init__(model, policy, device, trainable=False)
         away = device.type == "cuda" if policy.offload_reference is None else policy.offload_reference
         self._home = Offload(self.module.parameters if away else list, constant=True)
@@ -277,10 +279,10 @@ class FrozenPolicy(FsdpPolicy):
 
 
 def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """The ranks in one row, each with a shard of its own; or, with `shard_size`, in rows of that many (HSDP).
+    """The device mesh of all ranks in one row, each with its shard; or, with `shard_size`, in rows of that size (HSDP).
 
-    The rows are replicas: the ranks of a row share a machine and gather weights from one another, and only the sum of
-    their gradients goes between machines. See Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
+    The rows are replicas: the ranks of a row share a machine and gather weights from one another, and only sums of
+    gradients go between machines. Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
     """
     ranks = world_size()
     if shard_size is None or shard_size == ranks:
@@ -290,5 +292,5 @@ def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
 
 @lru_cache(maxsize=1)
 def _rows(world: dist.ProcessGroup | None, device: str, ranks: int, shard_size: int) -> DeviceMesh:
-    """The same rows for all models among the same ranks: each set has groups, and on CUDA communicators, of its own."""
+    """A mesh of rows, the same for all models, since each mesh makes groups and, on CUDA, communicators of its own."""
     return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))

@@ -1,11 +1,11 @@
-"""Models in Hugging Face format, to and from sharded parameters; no rank ever holds the whole model.
+"""Loading and saving of sharded models in Hugging Face format; no rank ever has the entire model.
 
-A model is built without data and sharded; then each rank reads the rows it owns from the safetensors files, and no
-others. To save it, parameters are gathered one at a time and rank 0 writes them.
+A model is built without data and sharded; then each rank reads its rows, and no others, from the safetensors files. To
+save it, parameters are gathered one at a time and rank 0 writes them.
 
-Transformers 5 keeps some weights fused in memory, a mixture's experts above all, while checkpoints (and vLLM, which
-reads them) have one tensor for each expert. Loading, saving and the weight sync all ask `checkpoint_views` which
-stretch of the parameter's elements is which checkpoint tensor.
+Transformers 5 keeps some weights fused in memory, above all a mixture's experts, while checkpoints (and vLLM, which
+reads them) have one tensor for each expert. Loading, saving and the weight sync all use `checkpoint_views`, which says
+which range of a parameter's elements is which checkpoint tensor.
 """
 
 import copy
@@ -55,14 +55,14 @@ COPIED = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a checkpoint that training does not change; without a processor for images, vLLM builds another encoder."""
+"""Files of a checkpoint that training does not change; without an image processor, vLLM builds another encoder."""
 
 StartValue = Callable[[str, torch.Size], Tensor | None]
-"""(name, shape) -> the whole value that a parameter begins with, the same on all ranks; None: the checkpoint's."""
+"""(name, shape) -> the unsharded start value of a parameter, the same on all ranks; None: the checkpoint's."""
 
 
 class CheckpointView(NamedTuple):
-    """A checkpoint tensor as a contiguous stretch of a parameter: elements [offset, offset + prod(shape))."""
+    """A checkpoint tensor as a contiguous part of a parameter: elements [offset, offset + prod(shape))."""
 
     name: str
     offset: int
@@ -70,11 +70,11 @@ class CheckpointView(NamedTuple):
 
 
 def resolve_folder(path: str) -> Path:
-    """A local folder as it is, a hub name after downloading configuration, tokenizer and safetensors files."""
+    """The local folder of a model; for a hub name, downloads configuration, tokenizer and safetensors files."""
     if Path(path).is_dir():
         return Path(path)
     try:
-        # Mistral's repositories hold the weights a second time, in a layout of their own.
+        # Mistral's repositories have the weights a second time, in a layout of their own.
         wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.py"]
         return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -85,15 +85,15 @@ def resolve_folder(path: str) -> Path:
 def build_meta_model(
     folder: Path, settings: ModelConfig, dtype: torch.dtype, device: torch.device, kind: Any = None, **overrides: Any
 ) -> PreTrainedModel:
-    """The model without its weights: parameters on meta, computed buffers (rotary frequencies) real on `device`.
+    """Builds the model without its weights: parameters on meta, computed buffers (rotary frequencies) on `device`.
 
-    Of `settings`, attention and remote code are read, not the path. `kind` is the automatic class that finds the
-    model's own, by default that of a language model or of one that sees, and `overrides`
-    replace keys of config.json. Raises UserError if the trainer cannot run such a model.
+    `settings` give attention and remote code, not the path. `kind` is the automatic class that finds the model's class,
+    by default that for language models, text-only or multimodal, and `overrides` replace keys of config.json. Raises
+    UserError if the trainer cannot run such a model.
     """
     asked, remote = settings.attn_implementation, settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
-    for key in LOGIT_CHANGES:  # models of several modalities keep the language model's part by itself
+    for key in LOGIT_CHANGES:  # multimodal models have a separate part for the language model
         if getattr(config.get_text_config(), key, None) not in (None, 1.0):
             raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
     with torch.device("meta"):
@@ -102,10 +102,9 @@ def build_meta_model(
         )
     if not hasattr(decoder(model), "layers"):
         name = type(model).__name__
-        layers = "its decoder layers in one list, as text models do"
-        raise UserError(f"{folder}: {name} does not keep {layers}: use another")
+        raise UserError(f"{folder}: {name} does not keep its decoder layers in one list: use another model")
     choose_attention(model, asked)
-    # Of a model in a model, the inner one knows its own buffers.
+    # If a model contains another, the inner one computes its own buffers.
     models = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     owners = {module: owner for owner in models for module in owner.modules()}
     with torch.no_grad():
@@ -114,20 +113,21 @@ def build_meta_model(
                 for name in module._non_persistent_buffers_set:
                     module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
                 owner._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
-    # As `revert_weight_conversion` would find it, among all modules again for each parameter.
+    # `revert_weight_conversion` would search all modules for it again for each parameter.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     return model
 
 
 def model_kind(config: PretrainedConfig) -> Any:
-    """The automatic class for a model that is trained: what its config.json describes answers in text, and may see."""
+    """The automatic class for a model to train, which answers in text and may take images."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 def choose_attention(model: PreTrainedModel, asked: str) -> None:
-    """Set the trainer's own attention in place of PyTorch's where it does the same; encoders of images, which are not
-    causal, keep the one that was asked for.
+    """Replaces PyTorch's attention by the trainer's if the result is the same.
+
+    Image encoders, which are not causal, keep the implementation that was asked for.
     """
     chosen = attention.implementation(asked, type(model), model.config)
     model.set_attn_implementation(
@@ -136,42 +136,43 @@ def choose_attention(model: PreTrainedModel, asked: str) -> None:
 
 
 def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
-    """The way of images into a model that sees, with its own processor from `folder`; None for other models."""
+    """The preparer of images for a multimodal model, with its processor from `folder`; None for other models."""
     if not sees(model.config):
         return None
-    from generation.images import ImageProcessor  # which imports torchvision
+    from generation.images import ImageProcessor  # imports torchvision
     from trainer.policy.vision import Vision
 
     return Vision(model, ImageProcessor(str(folder)))
 
 
 def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
-    """Let these decoder layers keep only their input, and compute the rest again in backward (arXiv:1604.06174)."""
+    """Makes decoder layers keep only their input and recompute the rest in backward (arXiv:1604.06174)."""
     if layers != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name in memory, each once: of tied ones only the first, which checkpoints hold."""
+    """Parameters by name in memory, each once: of tied ones only the first, which checkpoints contain."""
     return dict(model.named_parameters(remove_duplicate=True))
 
 
 def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) -> list[CheckpointView]:
     """The checkpoint tensors that the parameter `name` of `shape` consists of, in the order of their elements.
 
-    Found by sending a tensor without data through Transformers' own conversion to checkpoint format and looking at
-    which part of it each result is a view of. Two experts' fused gate and up projections, [2, 2 I, H] in memory, are
+    They are found by sending a tensor without data through Transformers' conversion to checkpoint format and comparing
+    each result, a view, with that tensor. For example, two experts' fused gate and up projections, [2, 2 I, H] in
+    memory, are
 
         experts.0.gate_proj.weight    offset 0          [I, H]
         experts.0.up_proj.weight      offset I H        [I, H]
         experts.1.gate_proj.weight    offset 2 I H      [I, H]
         experts.1.up_proj.weight      offset 3 I H      [I, H]
 
-    Raises ValueError where a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for
-    instance), or the parts do not make up the whole.
+    Raises ValueError if a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for
+    example), or if the tensors do not cover the parameter.
     """
     shape = tuple(shape)
-    name = name.replace(".base_layer.", ".")  # PEFT keeps the own weights of a layer with an adapter one level down
+    name = name.replace(".base_layer.", ".")  # PEFT keeps the weights of a layer with an adapter one level down
     probe = torch.empty(shape, device="meta").as_subclass(_ViewProbe)
     storage = probe.untyped_storage()._cdata
     views = []
@@ -184,8 +185,8 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
     expected = 0
     for view in views:
         if view.offset != expected:
-            found = f"begins at element {view.offset} of {name}"
-            raise ValueError(f"{view.name} in the checkpoint {found}, not at {expected}")
+            begins = f"begins at element {view.offset} of {name}"
+            raise ValueError(f"{view.name} in the checkpoint {begins}, not at {expected}")
         expected += math.prod(view.shape)
     if expected != math.prod(shape):
         raise ValueError(f"the checkpoint's tensors cover {expected} elements of {name}, which has {math.prod(shape)}")
@@ -193,21 +194,22 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
 
 
 OWN_NAMES = "hotbunk_own_names"
-"""The attribute of a model under which `adopt_names` keeps names: Transformers' -> the checkpoint's."""
+"""The attribute of a model in which `adopt_names` keeps names: Transformers' -> the checkpoint's."""
 
 
 def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Let encoders of images keep the names that the model's own checkpoint has for them, for vLLM as well.
+    """Makes image encoders keep the names that they have in the model's checkpoint, which vLLM needs as well.
 
-    Checkpoints on the hub have a level `vision_model` in them, which vLLM 0.32 asks for, and Transformers 5 only
-    takes out (`PrefixChange` in transformers/conversion_mapping.py): what it saves, vLLM cannot load.
+    Checkpoints on the hub have a level `vision_model` in these names, which vLLM 0.32 requires, and which Transformers
+    5 removes and does not add again (`PrefixChange` in transformers/conversion_mapping.py), so that vLLM cannot load
+    what it saves.
     """
     named = {name.replace(".vision_model.", ".", 1): name for name in names} if sees(model.config) else {}
     setattr(model, OWN_NAMES, {plain: name for plain, name in named.items() if plain != name})
 
 
 class _ViewProbe(Tensor):
-    """A tensor whose `contiguous()` is itself: conversions call it on chunks, and a copy would hide its origin."""
+    """A tensor whose `contiguous()` returns itself, since conversions call it on chunks and a copy hides its origin."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,22 +219,22 @@ class _ViewProbe(Tensor):
 def load_sharded(
     model: PreTrainedModel, folder: Path, device: torch.device, start: StartValue = lambda name, shape: None
 ) -> None:
-    """Fill the sharded model's parameters and saved buffers from `folder`; tied parameters stay one.
+    """Fills the sharded model's parameters and saved buffers from `folder`; tied parameters stay tied.
 
-    Each rank reads its own rows. Raises UserError naming what the checkpoint lacks or has in another shape.
+    Each rank reads its own rows. Raises UserError naming a tensor that the checkpoint lacks or has in another shape.
     """
     files = SafetensorsFolder(folder)
     adopt_names(model, files.names)
 
     def rows(name: str, tensor: Tensor, begin: int, end: int) -> Tensor:
         """Elements [begin, end) of a parameter or buffer, in its dtype, on the device."""
-        if (whole := start(name, tensor.shape)) is not None:
-            return whole.reshape(-1)[begin:end].to(device, tensor.dtype, copy=True)
+        if (value := start(name, tensor.shape)) is not None:
+            return value.reshape(-1)[begin:end].to(device, tensor.dtype, copy=True)
         return files.read(checkpoint_views(model, name, tensor.shape), begin, end, tensor.dtype, device)
 
     loaded: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    # A tied parameter comes up under each of its names; the same object for all of them keeps it tied.
+    # A tied parameter occurs under each of its names; the same object for all of them keeps it tied.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in loaded:
             loaded[id(parameter)] = _filled(parameter, partial(rows, name, parameter))
@@ -247,7 +249,7 @@ def load_sharded(
 
 
 def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
-    """A tensor like `parameter`, with this rank's rows of it as data, or all where it is not sharded."""
+    """A parameter like `parameter`, with this rank's rows as data, or with all rows if it is not sharded."""
     local: Tensor
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -262,11 +264,11 @@ def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.P
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint, in one file or in several with an index; files are opened when first needed."""
+    """The tensors of a checkpoint, in one file or in several with an index; files are opened on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.used: set[str] = set()  # the names of tensors that were asked for
+        self.used: set[str] = set()  # the names of tensors that have been read
         self._handles: dict[str, safe_open] = {}
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
@@ -278,13 +280,13 @@ class SafetensorsFolder:
         self.names = set(self._file_of)
 
     def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
-        """The dtypes that tensors are stored in."""
+        """The dtypes of the stored tensors."""
         return {self._stored(view)[:0].dtype for view in views}
 
     def read(
         self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Elements [begin, end) of the tensor that `views` make up, flat; reads whole rows, and only those it needs.
+        """Elements [begin, end) of the tensor that `views` make up, flat; reads only the rows that it needs.
 
         Raises UserError naming a tensor that is missing or has another shape; ValueError if `begin` or `end` lies
         inside a row.
@@ -304,7 +306,7 @@ class SafetensorsFolder:
         return result
 
     def _stored(self, view: CheckpointView) -> Any:
-        """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike on a bad one."""
+        """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike."""
         if view.name not in self._file_of:
             raise UserError(f"{self.folder} has no tensor {view.name}, which the model in its config.json needs")
         self.used.add(view.name)
@@ -325,18 +327,18 @@ class SafetensorsFolder:
 def save_pretrained(
     model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write weights in `dtype` under checkpoint names, adapters merged, and the configuration; a collective call.
+    """Writes weights in `dtype` under checkpoint names, adapters merged, and the configuration. Collective.
 
-    Tied copies are left out, as from_pretrained and vLLM expect. A rank 0 that cannot write keeps taking part in the
-    gathering and then fails on all ranks. Memory on rank 0: the tensors of one file; elsewhere one parameter. The
-    model came from `source`, of which `COPIED` is copied. A file holds at most `shard_bytes`, unless one
-    parameter is larger.
+    Tied copies are left out, as from_pretrained and vLLM expect. If rank 0 cannot write, it keeps taking part in the
+    gathers, and the call then fails on all ranks. Rank 0 needs memory for the tensors of one file, other ranks for one
+    parameter. The files `COPIED` are copied from `source`, the folder that the model came from. A file has at most
+    `shard_bytes`, unless one parameter is larger.
     """
     writer = _Writer(folder, shard_bytes)
-    for name, whole in _whole_tensors(model, dtype):
+    for name, tensor in _full_tensors(model, dtype):
         if is_main() and writer.error is None:
-            flat = whole.cpu().reshape(-1)
-            views = checkpoint_views(model, name, whole.shape)
+            flat = tensor.cpu().reshape(-1)
+            views = checkpoint_views(model, name, tensor.shape)
             writer.add({v.name: flat[v.offset : v.offset + math.prod(v.shape)].view(v.shape) for v in views})
     with agreed(f"writing the model to {folder}"):
         if not is_main():
@@ -351,8 +353,8 @@ def save_pretrained(
                 shutil.copyfile(source / name, folder / name)
 
 
-def _whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter with its adapter added, then each saved buffer: names in memory, and values. Collective."""
+def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yields each parameter, with its adapter added, then each saved buffer, by name in memory. Collective."""
     adapters = low_rank(model)
     for name, parameter in parameter_names(model).items():
         if name in adapters:
@@ -364,7 +366,7 @@ def _whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
 
 
 def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole parameter on every rank, cast before it travels where the backend lets us."""
+    """The unsharded parameter on every rank, cast before it is gathered if the backend allows that."""
     if hasattr(parameter, "ds_tensor"):
         import deepspeed
 
@@ -375,7 +377,7 @@ def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Writer:
-    """Collects tensors and writes a file whenever more would exceed `limit` bytes; names the files at the end."""
+    """A writer that collects tensors, writes a file before they exceed `limit` bytes, and names files at the end."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -385,7 +387,7 @@ class _Writer:
         self.parts: dict[Path, list[str]] = {}  # the names of the tensors in each file
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Take a parameter's tensors; they go into the same file."""
+        """Takes the tensors of a parameter, which go into the same file."""
         size = sum(tensor.nbytes for tensor in (self.pending | tensors).values())
         try:
             if self.pending and size > self.limit:
@@ -395,7 +397,7 @@ class _Writer:
         self.pending |= tensors
 
     def close(self) -> None:
-        """Write the rest, give the files their final names, and write the index if there are several."""
+        """Writes the rest, gives the files their final names, and writes the index if there are several."""
         if self.error is not None:
             raise self.error
         self._flush()

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy of targets straight from hidden states, without the whole tensor of logits.
+"""Log-probabilities and entropy of targets from hidden states, in chunks, without a tensor of all logits.
 
-Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps two numbers a token (the
-logarithm of the normaliser, and the entropy); the backward pass computes each chunk's logits once more. It needs the
+Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps two numbers per token (the
+logarithm of the normaliser, and the entropy); the backward pass computes each chunk's logits once more. Both need the
 memory of a few [C, V] float32 tensors, however long the batch is.
 """
 
@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Elements of one chunk's float32 logits on a CPU: 4 MiB, so that the softmax runs in the cache. With fewer tokens than
-# MIN_CHUNK reading the weight costs more than multiplying by it: on a CPU at a vocabulary of 152k, chunks of 8 took
+# MIN_CHUNK, reading the weight costs more than multiplying by it: on a CPU with a vocabulary of 152k, chunks of 8 took
 # five times as long as chunks of 256.
 CPU_ELEMENTS = 1 << 20
 MIN_CHUNK = 256
 
-# On a GPU large chunks pay, since in backward each reads and writes the head's whole gradient: this share of the
-# device's memory, 1 GiB of 80 (1,764 tokens at a vocabulary of 152k), beside which two more such tensors exist. Of all
-# its memory and not of what is free, or a resumed run would add up in another order.
+# Share of a GPU's memory for one chunk's float32 logits. Large chunks pay, since in backward each chunk reads and
+# writes the head's entire gradient: of 80 GiB the share is 1 GiB (1,764 tokens with a vocabulary of 152k), beside which
+# two more such tensors exist. It is a share of all memory, not of the free memory, which would change the order of
+# summation in a resumed run.
 DEVICE_SHARE = 1 / 80
 
 
@@ -34,10 +35,10 @@ def target_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
-    The matrix product is done in the inputs' dtype, as the engine does it; everything after it in float32 (float64 for
-    float64 inputs). Both results are differentiable in hidden, weight and bias; gradients are in the inputs' dtype.
-    With `fp32_head` the product's result is float32, not rounded to bfloat16; the engine must do the same
-    (`EngineSettings.fp32_head`), or the two are further apart than without. Gives logprobs [N] and entropy [N] in nats,
+    The matrix product is computed in the inputs' dtype, as in the engine, and everything after it in float32 (float64
+    for float64 inputs). Both results are differentiable in hidden, weight and bias; gradients are in the inputs' dtype.
+    With `fp32_head`, the product's result is float32 instead of being rounded to bfloat16; the engine must do the same
+    (`EngineSettings.fp32_head`), or the gap between the two grows. Returns logprobs [N] and entropy [N] in nats,
     float32.
     """
     if chunk_tokens is None:
@@ -50,13 +51,13 @@ def target_logprobs(
 
 
 def cuda_chunk_elements(device_bytes: int) -> int:
-    """The number of logits computed at a time on a GPU with so many bytes of memory."""
+    """The number of logits computed at a time on a GPU with `device_bytes` of memory."""
     return int(device_bytes * DEVICE_SHARE / 4)
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: bool) -> Tensor:
-    """Logits of a chunk divided by the temperature, [C, V], float32 or wider; not yet normalised."""
-    if wide and hidden.is_cuda:  # reads bfloat16, adds up and writes float32, without a float32 copy of the weight
+    """The logits of a chunk divided by the temperature, [C, V], float32 or wider, not yet normalised."""
+    if wide and hidden.is_cuda:  # reads bfloat16, sums and writes float32, without a float32 copy of the weight
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         logits = logits if bias is None else logits.add_(bias)
     else:
@@ -66,14 +67,14 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperat
 
 
 def _head_operands(weight: Tensor, bias: Tensor | None, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as `_scaled_logits` takes them: widened where the device has no product with a wide result."""
+    """Weight and bias for `_scaled_logits`, widened if the device has no product with a wide result."""
     if not wide or weight.is_cuda:
         return weight, bias
     return weight.float(), None if bias is None else bias.float()
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Saves hidden, weight, bias, targets and two numbers a token; see `target_logprobs`."""
+    """The function of `target_logprobs`, which saves hidden, weight, bias, targets and two numbers per token."""
 
     @staticmethod
     def forward(
@@ -105,7 +106,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """With p = softmax(z): d logprob_t / dz = onehot_t - p, and d entropy / dz = -p (log p + entropy)."""
+        """Uses, with p = softmax(z), d logprob_t / dz = onehot_t - p and d entropy / dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
@@ -129,17 +130,17 @@ class _TargetLogprobs(torch.autograd.Function):
             torch.mm(narrow, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, narrow.t(), hidden[part])
-            del logits, grad, narrow  # or the next chunk's would come on top of them
+            del logits, grad, narrow  # else they would exist beside the next chunk's
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, [V, H]; the sum stays wide between chunks, since bfloat16 would lose the small ones."""
+    """Computes total += left @ right, [V, H]; the sum stays wide between chunks, since bfloat16 loses small terms."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:  # reads bfloat16 and adds in float32, without a product of its own in between
+    elif total.is_cuda:  # reads bfloat16 and adds in float32, without a separate tensor for the product
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
@@ -148,7 +149,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _grad_logits(
     log_p: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Gradient with respect to the logits after division by the temperature, [C, V]; overwrites `log_p`."""
+    """The gradient with respect to the logits after division by the temperature, [C, V]; overwrites `log_p`."""
     p = log_p.exp()
     if grad_entropy is None:
         grad = p

@@ -1,6 +1,6 @@
-"""Low-rank adapters by PEFT: W stays as it is on disk; B and A of W + scale · B A are trained (arXiv 2106.09685).
+"""Low-rank adapters by PEFT: in W + scale · B A, W stays as on disk, and B and A are trained (arXiv 2106.09685).
 
-Adapters are injected into the Transformers model itself, so the rest of the code finds the model it knows; only names
+Adapters are injected into the Transformers model itself, so the rest of the code works as without them; only names
 differ:
 
     in memory         model.layers.0.self_attn.q_proj.base_layer.weight
@@ -33,21 +33,21 @@ from trainer.types import MicroBatch, Outputs, Policy
 NO_ADAPTERS = LoraConfig()
 
 ADAPTER = "default"
-"""PEFT's name for an adapter where there is only one."""
+"""PEFT's name of an adapter that is the only one."""
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Put adapters beside the linear layers that lora.target_modules names, and freeze everything else.
+    """Puts adapters beside the linear layers that lora.target_modules names, and freezes everything else.
 
-    They hold no values yet; `start_value` gives the first. Raises UserError where a name matches no module, or one that
-    is not a linear layer of the trunk.
+    The adapters have no values yet; `start_value` gives their first ones. Raises UserError if a name matches no module,
+    or a module that is not a linear layer of the trunk.
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
     head = model.get_output_embeddings()
     if lora.target_modules == "all-linear":
-        # PEFT's own "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and
-        # not layers.
+        # PEFT's "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and not
+        # layers.
         outside = {head, *(module for part in seeing(model).values() for module in part.modules())}
         inside = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside)
         targets = sorted({name.rpartition(".")[2] for name in inside})
@@ -60,12 +60,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
         reason = str(error).partition("\n")[0]
         raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error
     layers = _adapted(model)
-    for name in targets:  # PEFT passes over these if another fits (https://github.com/huggingface/peft/issues/1959)
+    for name in targets:  # PEFT skips unknown names if another fits (https://github.com/huggingface/peft/issues/1959)
         if not any(f".{path}".endswith(f".{name}") for path in layers):
             raise UserError(f"lora.target_modules: {type(model).__name__} has no module {name}")
     for path, layer in layers.items():
         if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
-            raise UserError(f"lora.target_modules: {path} is not a linear layer inside the model; leave it out")
+            raise UserError(f"lora.target_modules: {path} is not a linear layer inside the model: leave it out")
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(dtype)
             if torch.device(device).type != "meta":
@@ -73,7 +73,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
 
 
 def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, exclude: Sequence[str] = ()) -> Any:
-    """A `peft.LoraConfig` for adapters of the modules `targets`, except those in `exclude`, of the model at `base`."""
+    """A `peft.LoraConfig` for adapters of the modules `targets`, except in `exclude`, of the model at `base`."""
     import peft
 
     return peft.LoraConfig(
@@ -89,16 +89,16 @@ def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, e
 
 
 def adapter_format(model: PreTrainedModel, lora: LoraConfig) -> AdapterFormat:
-    """The format of the adapters, which an engine must know before they arrive."""
+    """The format of the adapters, which an engine needs before they arrive."""
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
     return AdapterFormat(settings | {"target_modules": _targets(model)}, model.get_input_embeddings().num_embeddings)
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
-    """The first value of an adapter's factor, float32: A uniform within ±1/√in, as PEFT's; B 0, so the sum is W.
+    """The start value of an adapter's factor, float32: A is uniform within ±1/√in, as in PEFT; B is 0, so the sum is W.
 
-    A function of seed and name, so any backend on any number of ranks starts from the same adapter. None for other
-    parameters.
+    It is a function of seed and name, so all backends on any number of ranks start from the same adapter. None for
+    other parameters.
     """
     if not is_adapter(name):
         return None
@@ -115,7 +115,7 @@ def is_adapter(name: str) -> bool:
 
 
 def peft_name(name: str) -> str:
-    """A factor's name in PEFT's files, from its name in memory; vLLM reads the same."""
+    """The name in PEFT's files, which vLLM reads, of a factor with this name in memory."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
@@ -126,11 +126,11 @@ def factors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
     """The adapter of each weight, by the weight's name in memory; empty for a model without adapters."""
-    found = {}
+    adapters = {}
     for path, layer in _adapted(model).items():
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        found[f"{path}.base_layer.weight"] = LowRank(a=a, b=b, scale=layer.scaling[ADAPTER])
-    return found
+        adapters[f"{path}.base_layer.weight"] = LowRank(a=a, b=b, scale=layer.scaling[ADAPTER])
+    return adapters
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _targets(model: nn.Module) -> list[str]:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is its base: the adapters add nothing."""
+    """A context in which the model computes without its adapters."""
     layers = _adapted(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -156,22 +156,24 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 class BaseOfPolicy:
-    """The policy without its adapters: a reference for the KL divergence that needs no second model."""
+    """The policy without its adapters, a reference for the KL divergence that needs no second model."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     @property
     def work(self) -> Work:
+        """The work of the policy, which includes that of its base."""
         return self._policy.work
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
+        """The outputs of the base for each batch, without gradients. Collective."""
         with switched_off(self._policy.model):
             return self._policy.score(batches, temperature)
 
 
 def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Path) -> None:
-    """Write the adapter by itself as PEFT does, for `PeftModel.from_pretrained` and vLLM. Collective; rank 0 writes."""
+    """Writes the adapter alone, in PEFT's format, for PEFT and vLLM to load. Collective; rank 0 writes."""
     tensors = {peft_name(name): gathered(factor).cpu().contiguous() for name, factor in factors(model).items()}
     with agreed(f"writing the adapter to {folder}"):
         if is_main():

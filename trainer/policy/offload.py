@@ -1,4 +1,4 @@
-"""Device memory given back for a while: its contents wait in the host's memory."""
+"""Temporary release of device memory, whose contents wait in host memory."""
 
 import itertools
 import weakref
@@ -14,29 +14,29 @@ from trainer.policy.optimizer import Updates
 
 TensorSource = Callable[[], Iterable[Tensor]]
 
-_ALIGNMENT = 512  # bytes, as torch's memory on CUDA
+_ALIGNMENT = 512  # bytes, the alignment of torch's memory on CUDA
 
 
 class Offload:
-    """A set of tensors that can be moved to the host's memory and back while everything that refers to them stays.
+    """A set of tensors that can be moved to host memory and back, while all references to them stay valid.
 
     The tensors are not replaced. Their storages are emptied and filled again, as FSDP does with gathered weights, so
-    the optimizer's state, sharded parameters and views of flat buffers remain valid. The host's memory is allocated
-    once, page-locked where the tensors are on CUDA, so a hundred shifts need no more of it than one. On a CPU both
-    places are the same memory, and nothing is gained.
+    the optimizer's state, sharded parameters and views of flat buffers remain valid. Host memory is allocated once,
+    page-locked if the tensors are on CUDA, so a hundred shifts need no more of it than one. On a CPU both places are
+    the same memory, and nothing is gained.
     """
 
     def __init__(self, tensors: TensorSource, constant: bool = False) -> None:
-        """`tensors` is called at every release, and its tensors may be views of one another; nothing moves yet.
+        """Takes a function for the tensors, which every release calls; they may be views of one another.
 
-        `constant`: the values never change once released, so later releases need not copy.
+        With `constant`, the values never change after the first release, so later releases do not copy.
         """
         self._tensors, self._constant = tensors, constant
         self._buffers: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def release(self) -> int:
-        """Free the tensors' memory; returns its size in bytes, 0 if it is free already.
+        """Frees the tensors' memory; returns its size in bytes, 0 if it is free already.
 
         The tensors must not be used until `restore`.
         """
@@ -47,20 +47,20 @@ class Offload:
         sizes = [storage.nbytes() for storage in storages]
         fits = [buffer.nbytes for buffer in self._buffers] == sizes
         if not fits:
-            self._buffers = []  # the old memory first
+            self._buffers = []  # frees the old memory before new memory is allocated
             self._buffers = host_buffers(sizes, any(storage.device.type == "cuda" for storage in storages))
         pairs = list(zip(storages, self._buffers, strict=True))
         if not (fits and self._constant):
             for storage, buffer in pairs:
                 buffer.copy_(bytes_of(storage), non_blocking=True)
-        _wait(storages)  # before their memory is freed
+        _wait(storages)  # copies must end before the memory is freed
         for storage in storages:
             storage.resize_(0)
         self._away = pairs
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def restore(self) -> None:
-        """Allocate the memory again and fill it; does nothing if nothing was released."""
+        """Allocates the memory again and fills it; does nothing if nothing was released."""
         for storage, buffer in self._away:
             storage.resize_(buffer.nbytes)
             bytes_of(storage).copy_(buffer, non_blocking=True)
@@ -69,11 +69,11 @@ class Offload:
 
 
 def host_buffers(sizes: list[int], page_locked: bool) -> list[Tensor]:
-    """uint8 tensors of these sizes in bytes, one after another in a single allocation of the host's memory.
+    """uint8 tensors of these sizes in bytes, one after another in a single allocation of host memory.
 
     torch rounds page-locked memory up to a power of two, tensor by tensor, which nearly doubles it for a 7B model over
-    eight ranks (`CachingHostAllocatorImpl::allocate` in aten/src/ATen/core/CachingHostAllocator.h). So ordinary memory
-    is locked here, and unlocked when the last of the tensors is gone.
+    eight ranks (`CachingHostAllocatorImpl::allocate` in aten/src/ATen/core/CachingHostAllocator.h). This function
+    therefore locks ordinary memory, which is unlocked when the last of the tensors is gone.
     """
     *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     arena = torch.empty(total, dtype=torch.uint8)
@@ -85,14 +85,14 @@ def host_buffers(sizes: list[int], page_locked: bool) -> list[Tensor]:
 
 
 class Offloadable:
-    """A model that learns and puts memory away while the engines are awake, whatever shards it."""
+    """A trained model that can put memory away while the engines are awake, whatever shards it."""
 
     updates: Updates  # the optimizer steps so far; the subclass sets it
 
     def __init__(
         self, offload: Literal["none", "optimizer", "all"], state: TensorSource, weights: TensorSource
     ) -> None:
-        """`offload` is `policy.offload`; `state` gives the tensors that only an update needs."""
+        """Takes `policy.offload`, and functions for the tensors that only an update needs and for the weights."""
         self._state = Offload(list if offload == "none" else state)
         self._compute = Offload(weights if offload == "all" else list)
 
@@ -102,16 +102,16 @@ class Offloadable:
         return self.updates.applied
 
     def release(self, weights: bool) -> int:
-        """Put the optimizer's state away, and the weights if `weights`; returns the bytes that were not away yet."""
+        """Puts the optimizer's state away, and the weights if `weights`; returns the bytes that were not away yet."""
         return self._state.release() + (self._compute.release() if weights else 0)
 
     def restore(self) -> None:
-        """Bring everything back."""
+        """Brings everything back."""
         self._state.restore()
         self._compute.restore()
 
 
 def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait until copies to and from them are done."""
+    """Waits until copies from and to the storages are done."""
     for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The optimizer steps of a model, whatever shards it: AdamW, their number, their learning rate and their figures."""
+"""Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and figures of updates."""
 
 import math
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from trainer.config.schema import PolicyConfig
 from trainer.types import MicroBatch, UpdateStats
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter, beside its steps."""
+"""The keys of AdamW's state of a parameter, besides the number of steps."""
 
 
 def learning_rate_factor(
@@ -20,15 +20,15 @@ def learning_rate_factor(
 ) -> float:
     """The factor by which the peak learning rate is multiplied for the next update.
 
-    Warm-up is linear in the *applied* updates, which Adam's moments need, and reaches 1 after `warmup` of them; it
-    begins above 0, so that the first update changes something. The rate stays there, or falls to 0 at the end of the
-    run, in a line or along half a cosine. Progress is counted in the run's steps: steps with fewer updates than asked
-    for, or none, bring the end nearer all the same. There is no scheduler state: a resumed run needs only the number of
-    its step and of its applied updates.
+    Warm-up is linear in the *applied* updates, since Adam's moments need them, and reaches 1 after `warmup` of them; it
+    begins above 0, so that the first update has an effect. The factor stays at 1, or falls to 0 at the end of the run,
+    in a straight line or along half a cosine. Progress is counted in the run's steps: steps with fewer updates than
+    asked for, or none, count in full. There is no scheduler state: a resumed run needs only the numbers of its step and
+    of its applied updates.
 
-    `applied` are the updates so far, without those that were skipped; `place` is the run's progress: the updates it
-    would have done so far, had every step as many as asked for (within a step of n updates in place of N they are N / n
-    apart); `total` is `place` at the end of the run.
+    `applied` is the number of updates so far, without skipped ones. `place` is the run's progress: the number of
+    updates so far if every step had as many as asked for (within a step of n updates instead of N, they are N / n
+    apart). `total` is `place` at the end of the run.
     """
     rise = min(1.0, (applied + 1) / (warmup + 1))
     if schedule == "constant":
@@ -38,9 +38,9 @@ def learning_rate_factor(
 
 
 def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.optim.AdamW:
-    """A fused AdamW whose state exists from the start, sharded like the parameters and in their dtype (float32).
+    """Makes a fused AdamW whose state exists from the start, sharded like the parameters and in their dtype (float32).
 
-    So a checkpoint written before the first update has the same contents as any other, and is read into tensors that
+    A checkpoint from before the first update then has the same contents as any other, and is read into tensors that
     exist.
     """
     groups = decay_groups(parameters, settings.weight_decay)
@@ -50,15 +50,15 @@ def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.
 
 
 def state_of_no_steps(parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's of a parameter, or of a part of one."""
+    """AdamW's state of a parameter, or of a part of one, before the first step."""
     moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups.
+    """The parameter groups of AdamW, with and without weight decay.
 
-    Biases and norms get no weight decay: decoupled decay pulls towards 0, which for a norm's scale is not neutral.
+    Biases and norms get no weight decay: decoupled decay pulls towards 0, which is not neutral for a norm's scale.
     """
     matrices = [p for p in parameters if len(whole_shape(p)) > 1]
     vectors = [p for p in parameters if len(whole_shape(p)) <= 1]
@@ -67,49 +67,49 @@ def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[di
 
 
 class TrainingDiverged(RuntimeError):
-    """Too many updates in a row had a loss or gradient that was not finite."""
+    """The error of a run in which too many updates in a row had a loss or gradient that was not finite."""
 
 
 class Figures:
-    """An update's loss and its loss function's figures, summed over micro-batches, then over ranks."""
+    """The loss and figures of an update, summed over micro-batches, then over ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
 
     def add(self, batch: MicroBatch, loss: Tensor, sums: dict[str, Tensor]) -> None:
-        """Count a micro-batch: scalars, kept on their device so that nothing waits for it.
+        """Adds the scalars of a micro-batch, on their device, so that the host does not wait for it.
 
-        Ranks that share one have all of its loss and figures, and the first of them counts.
+        All ranks that share a micro-batch have all of its loss and figures; only the first of these ranks counts them.
         """
         for key, value in [("loss", loss), *sums.items()]:
-            own = value.detach().double() if batch.counts else torch.zeros_like(value, dtype=torch.float64)
-            self._sums[key] = self._sums.get(key, 0.0) + own
+            counted = value.detach().double() if batch.counts else torch.zeros_like(value, dtype=torch.float64)
+            self._sums[key] = self._sums.get(key, 0.0) + counted
 
-    def over_ranks(self, **own: Tensor) -> dict[str, float]:
-        """All sums, with this rank's further scalars `own`. Collective: every rank has counted the same names."""
-        sums = self._sums | {name: value.to(self._sums["loss"]) for name, value in own.items()}
+    def over_ranks(self, **scalars: Tensor) -> dict[str, float]:
+        """The sums over ranks, also of further scalars. Collective: every rank must have the same names."""
+        sums = self._sums | {name: value.to(self._sums["loss"]) for name, value in scalars.items()}
         return all_reduce_sum(dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)))
 
 
 class Updates:
-    """The updates of one model."""
+    """The count of one model's updates."""
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
-        """`total`: where the learning rate's schedule ends, in updates asked for."""
+        """Starts at 0; `total` is the end of the learning rate's schedule, in updates asked for."""
         self._settings, self._total = settings, total
-        self.applied = 0  # the number that changed the weights
-        self.skipped_in_a_row = 0  # of the latest that did not, since their loss or gradient was not finite
+        self.applied = 0  # number of updates that changed the weights
+        self.skipped_in_a_row = 0  # number of latest updates skipped, since their loss or gradient was not finite
 
     def learning_rate(self, place: float | None) -> float:
-        """The next update's; see `learning_rate_factor`. None: as many updates were asked for as were applied."""
+        """The learning rate of the next update (`learning_rate_factor`); with `place` None, it is `applied`."""
         settings, place = self._settings, self.applied if place is None else place
         factor = learning_rate_factor(self.applied, place, settings.warmup_steps, self._total, settings.schedule)
         return settings.lr * factor
 
     def count(self, skipped: bool, norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Count one more update and return its stats, with its gradients' global L2 norm and its learning rate.
+        """Counts one more update and returns its stats, with its gradients' global L2 norm and its learning rate.
 
-        `sums` is the result of `Figures.over_ranks`. Raises TrainingDiverged when the last `max_skipped_steps` updates
+        `sums` is the result of `Figures.over_ranks`. Raises TrainingDiverged if the last `max_skipped_steps` updates
         were all skipped.
         """
         figures = {name: value for name, value in sums.items() if name != "loss"}
@@ -124,9 +124,9 @@ class Updates:
         return stats
 
     def counters(self) -> Tensor:
-        """[2] int64, for a checkpoint."""
+        """The counters as a tensor [2] int64, for a checkpoint."""
         return torch.tensor([self.applied, self.skipped_in_a_row])
 
     def restore(self, counters: Tensor) -> None:
-        """Take over a tensor that `counters` gave."""
+        """Restores the counters from a tensor that `counters` returned."""
         self.applied, self.skipped_in_a_row = counters.tolist()

@@ -1,4 +1,4 @@
-"""A policy that Accelerate has prepared, for a training loop of one's own that samples from an engine."""
+"""A policy that Accelerate has prepared, for the user's own training loop that samples from an engine."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,18 +15,18 @@ from trainer.policy.offload import Offloadable
 
 
 class PreparedPolicy(Offloadable):
-    """The model and the optimizer that `Accelerator.prepare` returned, as a `ShardingManager` asks for a policy.
+    """A policy for `ShardingManager`, from the model and the optimizer that `Accelerator.prepare` returned.
 
-    The model is one of Transformers', under DDP, FSDP2 or DeepSpeed, or on one process. Its version is the number of
-    optimizer steps since it was prepared, which nobody has to report: a hook counts them.
+    The model is a Transformers model under DDP, FSDP2 or DeepSpeed, or on one process. Its version is the number of
+    optimizer steps since it was prepared, which a hook counts.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, offload: Literal["none", "optimizer", "all"] = "none"
     ) -> None:
-        """`offload`: what of the memory on a GPU is put away while the engine is awake.
+        """Wraps model and optimizer; `offload` names the GPU memory that is put away while the engine is awake.
 
-        Raises UserError for DeepSpeed with `offload`, since its buffers are its own to move.
+        Raises UserError for DeepSpeed with `offload`, since only DeepSpeed can move its buffers.
         """
         self._prepared, self._steps = model, 0
         self.model = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -50,12 +50,12 @@ class PreparedPolicy(Offloadable):
         return int(self._prepared.global_steps) if self._is_deepspeed else self._steps  # type: ignore[arg-type]
 
     def weight_source(self, dtype: torch.dtype) -> FsdpWeightSource:
-        """The weights under their checkpoint names, to be sent in `dtype`, the engine's."""
+        """The weights under their checkpoint names, to be sent in the engine's `dtype`."""
         return FsdpWeightSource([*parameter_names(self.model).items()], dtype, partial(checkpoint_views, self.model))
 
     @torch.no_grad()
     def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
+        """Log-probabilities (nats, temperature 1) of `token_ids[1:]`. Collective: all ranks call it."""
         training = self._prepared.training
         self._prepared.eval()
         ids = torch.tensor([token_ids], device=next(self.model.parameters()).device)

@@ -1,13 +1,13 @@
-"""Mixtures of experts: the routes of a micro-batch, given from outside or recorded, and the load of experts.
+"""Routes of micro-batches through mixtures of experts, replayed or recorded, and the load of experts.
 
-A route is the set of experts that a token is sent to in a layer. An engine and a trainer that compute the same scores
-with other kernels, or in another dtype, send some tokens elsewhere, and are then further apart than rounding alone
-would make them. With the engine's routes the trainer computes what was sampled (Rollout Routing Replay, Ma et al. 2025,
-arXiv:2510.11370); its own scores at these experts stay its own, and so gradients reach the router.
+A route is the set of experts that a token is sent to in a layer. An engine and a trainer that compute scores with
+different kernels, or in different dtypes, send some tokens to different experts, and their gap is then larger than
+rounding alone would make it. With the engine's routes the trainer computes what was sampled (Rollout Routing Replay, Ma
+et al. 2025, arXiv:2510.11370); the scores at these experts are the trainer's, so gradients reach the router.
 
-A router is found and changed by what it does: its forward chooses among as many numbers as there are experts, by one
-`topk`. That call is answered with the given experts and their scores. It is the router that is wrapped, not the layer,
-so a layer that checkpointing computes again in backward takes the same routes.
+A router is found and changed by its behaviour: its forward chooses among as many numbers as there are experts, by one
+`topk`. With replayed routes, that call returns their experts and scores. The router is wrapped, not the layer, so a
+layer that checkpointing recomputes in backward takes the same routes.
 """
 
 from collections.abc import Callable
@@ -32,11 +32,12 @@ _PROBE_TOKENS = 6
 def find_routers(model: PreTrainedModel) -> dict[int, str]:
     """The name of each decoder layer's router, by the number of the layer; empty for a dense model.
 
-    `model` is on meta, where the routers are tried. Raises UserError naming a module whose choice cannot be replaced.
+    `model` is on meta, where the routers are run once. Raises UserError naming a module whose choice cannot be
+    replaced.
     """
     experts, top_k = _sizes(model)
     names = {id(module): name for name, module in model.named_modules()}
-    found: dict[int, str] = {}
+    routers: dict[int, str] = {}
     for number, layer in enumerate(decoder(model).layers):
         modules = dict(layer.named_modules())
         for path in [path for path, module in modules.items() if _holds_experts(module, experts)]:
@@ -44,31 +45,31 @@ def find_routers(model: PreTrainedModel) -> dict[int, str]:
             router = _router_of(block, experts)
             name = names[id(router or block)]
             if router is None or not top_k or (calls := _expert_choices(router, model)) is None:
-                raise UserError(f"model.routes: {name} of this model has no router that can be tried: set it to own")
-            if calls != 1 or number in found:
+                raise UserError(f"model.routes: {name} of this model has no router that can be run: set it to own")
+            if calls != 1 or number in routers:
                 raise UserError(f"model.routes: {name} chooses experts {calls} times, not once: set it to own")
-            found[number] = name
-    return found
+            routers[number] = name
+    return routers
 
 
 def asked_routers(model: PreTrainedModel, routes: str) -> dict[int, str]:
-    """The routers for a policy with these `model.routes`. Those of its own that cannot be looked into are left alone.
+    """The routers of a policy with these `model.routes`; with `own`, none if their choice cannot be replaced.
 
-    Raises UserError where others are asked for, and the model has none whose choice can be replaced.
+    Raises UserError for other `routes` if the model has no routers whose choice can be replaced.
     """
     try:
-        found = find_routers(model)
+        routers = find_routers(model)
     except UserError:
         if routes != "own":
             raise
         return {}
-    if not found and routes != "own":
+    if not routers and routes != "own":
         raise UserError(f"model.routes is {routes}, but {type(model).__name__} has no experts: set it to own")
-    return found
+    return routers
 
 
 def _sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """The experts of a layer, and how many of them a token is sent to; zeros for a dense model."""
+    """The numbers of experts in a layer and of experts that a token is sent to; zeros for a dense model."""
     config = model.config.get_text_config()
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((size for key in keys if (size := getattr(config, key, None))), 0)
@@ -76,12 +77,11 @@ def _sizes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _holds_experts(module: nn.Module, experts: int) -> bool:
-    own = list(module.parameters(recurse=False))
-    return bool(experts and own) and any(p.ndim == 3 and p.shape[0] == experts for p in own)
+    return bool(experts) and any(p.ndim == 3 and p.shape[0] == experts for p in module.parameters(recurse=False))
 
 
 def _router_of(block: nn.Module, experts: int) -> nn.Module | None:
-    """The module that holds the router's weight [experts, hidden], or the one that holds it as a linear layer."""
+    """The module with the router's weight [experts, hidden], its own or that of a linear layer in it."""
     for module in block.modules():
         for part in [module, *(child for child in module.children() if type(child) is nn.Linear)]:
             if type(module) is not nn.Linear and any(
@@ -102,29 +102,29 @@ class _Counting(TorchFunctionMode):
 
 
 def _expert_choices(router: nn.Module, model: PreTrainedModel) -> int | None:
-    """How often the router's forward calls `topk` on as many numbers as there are experts; None if it cannot run."""
+    """The number of calls of `topk` over all experts in the router's forward; None if it cannot run."""
     hidden = torch.empty(_PROBE_TOKENS, model.config.get_text_config().hidden_size, dtype=model.dtype, device="meta")
     with torch.no_grad(), _Counting(_sizes(model)[0]) as counting:
         try:
             router(hidden)
-        except Exception:  # whatever the model's own code raises for one tensor without data
+        except Exception:  # the model's code may raise anything for one tensor without data
             return None
     return counting.calls
 
 
 class Routing:
-    """The routers of a model, wrapped, and the routes of the micro-batch that it computes.
+    """The wrapped routers of a model, with the routes of the micro-batch that it computes.
 
     Attributes:
-        format: the layers with routers, their experts and how many of them a token is sent to.
-        record: keep the routes that are taken, for `taken`.
-        gradient_scale: what the backend will divide gradients by.
+        format: the layers with routers, the number of experts and the number that a token is sent to.
+        record: keep the routes of each pass, for `taken`.
+        gradient_scale: the number by which the backend will divide gradients.
     """
 
     def __init__(
         self, model: PreTrainedModel, routers: dict[int, str], record: bool = False, gradient_scale: float = 1.0
     ) -> None:
-        """Wrap the routers that `find_routers` gave for this model, or for one like it."""
+        """Wraps the routers that `find_routers` returned for this model, or for one like it."""
         experts, top_k = _sizes(model)
         self.format = RouteFormat(tuple(routers), experts=experts, top_k=top_k)
         self.record, self.gradient_scale = record, gradient_scale
@@ -132,7 +132,7 @@ class Routing:
         self.rows: Tensor | None = None  # [N, layers, k] of the model's N input tokens; None: the router decides
         self.real = torch.empty(0, dtype=torch.bool)  # [N], False for padding
         self.pull: Tensor | None = None  # [layers, experts] float32, see `balance`
-        self._done: set[int] = set()  # layers computed; a second time is recomputation, which does not count
+        self._done: set[int] = set()  # layers computed so far; a second pass recomputes them and does not count
         self._taken: dict[int, Tensor] = {}
         self._reset()
         for position, name in enumerate(routers.values()):
@@ -153,7 +153,7 @@ class Routing:
         router.forward = forward  # type: ignore[assignment, method-assign]
 
     def begin(self, batch: MicroBatch) -> None:
-        """What follows, forward and backward, is for this micro-batch, by its routes where it has any."""
+        """Prepares for the forward and backward of a micro-batch, with its routes if it has any."""
         device = batch.input_ids.device
         self.rows = None if batch.routes is None else batch.routes.to(device, non_blocking=True)
         self.real = real_inputs(batch).to(device, non_blocking=True)
@@ -168,39 +168,39 @@ class Routing:
         return torch.stack([self._taken[n] for n in range(len(self.format.layers))], dim=1).cpu()
 
     def take_counts(self) -> tuple[Tensor, int, float]:
-        """Since the last time: each expert's tokens [layers, experts] int64, on the host; of the tokens, counted in
-        each layer, those that the router itself would have sent elsewhere; and the balance loss.
+        """The counts of all passes since the last call, which are then reset.
+
+        Returns each expert's tokens [layers, experts] int64, on the host; the number of tokens, summed over layers,
+        whose replayed routes differ from the router's choice; and the balance loss.
         """
         counts = self._loads.cpu(), int(self._differ), float(self._pulled)
         self._reset()
         return counts
 
     def choose(self, position: int, scores: Tensor, topk: Callable[[Tensor], Any]) -> Any:
-        """In place of `topk` of scores [N, experts]: the given experts and their scores, or the router's own."""
-        own = topk(scores)
+        """Replaces `topk` of scores [N, experts]: returns the replayed experts and their scores, or the router's."""
+        choice = topk(scores)
         rows = None if self.rows is None else self.rows[:, position].long()
-        if rows is not None and rows.shape != own.indices.shape:
-            layer = self.format.layers[position]
-            raise ValueError(
-                f"layer {layer} routes {list(own.indices.shape)} tokens and experts, but has {list(rows.shape)}"
-            )
-        used = own.indices if rows is None else rows
+        if rows is not None and rows.shape != choice.indices.shape:
+            layer, shape = self.format.layers[position], list(choice.indices.shape)
+            raise ValueError(f"layer {layer} routes {shape} tokens and experts, but its routes are {list(rows.shape)}")
+        used = choice.indices if rows is None else rows
         if position not in self._done:
             self._done.add(position)
-            self._count(position, own.indices, used)
-        return own if rows is None else torch.return_types.topk((scores.gather(-1, rows), rows))
+            self._count(position, choice.indices, used)
+        return choice if rows is None else torch.return_types.topk((scores.gather(-1, rows), rows))
 
     @torch.no_grad()
-    def _count(self, position: int, own: Tensor, used: Tensor) -> None:
+    def _count(self, position: int, choice: Tensor, used: Tensor) -> None:
         real = self.real.long().unsqueeze(-1).expand_as(used)
         self._loads[position].index_add_(0, used.flatten(), real.flatten())  # bincount would wait for a GPU
-        if own is not used:
-            self._differ += ((own.sort(-1).values != used.sort(-1).values).any(-1) & self.real).sum()
+        if choice is not used:
+            self._differ += ((choice.sort(-1).values != used.sort(-1).values).any(-1) & self.real).sum()
         if self.record:
             self._taken[position] = used.to(self.format.dtype)
 
     def pull_of(self, position: int, logits: Tensor) -> Tensor:
-        """The logits [N, experts], with the gradient of the balance loss added to theirs in backward."""
+        """The logits [N, experts]; backward adds the gradient of the balance loss to theirs."""
         if self.pull is None or not torch.is_grad_enabled():
             return logits
         weights = self.pull[position].to(logits.device)
@@ -216,9 +216,9 @@ def balance(loads: Tensor, format: RouteFormat, coef: float) -> Tensor:
     """The weights [layers, experts] float32 of a token's probabilities in the balance loss, from all ranks' loads.
 
     The loss is that of Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), equation 4, as a mean over layers:
-    coef * experts * sum_e f_e P_e, with f_e the share of the update's choices that fell on expert e and P_e the mean of
-    its probability over the update's tokens. The routes tell f before the first forward pass, so the loss is a sum over
-    tokens, whatever micro-batches and ranks they are in. `loads` are [layers, experts] int64.
+    coef * experts * sum_e f_e P_e, where f_e is the share of the update's choices that fall on expert e, and P_e the
+    mean of its probability over the update's tokens. The routes give f before the first forward pass, so the loss is a
+    sum over tokens, whatever micro-batches and ranks they are in. `loads` are [layers, experts] int64.
     """
     choices = loads.sum(1, keepdim=True).double().clamp(min=1)
     tokens = choices / format.top_k
@@ -231,13 +231,13 @@ def loads_of(batches: list[MicroBatch], format: RouteFormat) -> Tensor:
     for batch in batches:
         if batch.rows and batch.routes is not None:
             rows = batch.routes[real_inputs(batch)].long()
-            for position, own in enumerate(loads):
-                own += rows[:, position].flatten().bincount(minlength=format.experts)
+            for position, counts in enumerate(loads):
+                counts += rows[:, position].flatten().bincount(minlength=format.experts)
     return loads
 
 
 def real_inputs(batch: MicroBatch) -> Tensor:
-    """True for each token of the model's input that is one of a sample's, [N] bool, on the host."""
+    """True for each token of the model's input that belongs to a sample and is not padding, [N] bool, on the host."""
     sizes, pack = [length - 1 if batch.rows else 0 for length in batch.lengths], batch.layout.pack
     widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
     real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)])
@@ -245,7 +245,7 @@ def real_inputs(batch: MicroBatch) -> Tensor:
 
 
 class _Choice(TorchFunctionMode):
-    """Around a router's forward."""
+    """The mode in which a router's forward runs, which replaces its choice and adds the balance loss."""
 
     def __init__(self, routing: Routing, position: int) -> None:
         super().__init__()
@@ -257,8 +257,8 @@ class _Choice(TorchFunctionMode):
         if func in _TOPK and args[0].shape[-1] == experts:
             return routing.choose(self.position, args[0], lambda scores: func(scores, *args[1:], **kwargs))
         if func in _TOPK and routing.rows is not None and args[0].ndim == 2 and args[0].shape[-1] == routing.groups:
-            # Of experts outside of the groups chosen here the scores are lost to some routers, so the groups of the
-            # given experts come first.
+            # Some routers drop the scores of experts outside of the groups chosen here, so the groups of the replayed
+            # experts come first.
             groups = routing.rows[:, self.position].long() // (experts // routing.groups)
             return func(args[0].scatter(1, groups, float("inf")), *args[1:], **kwargs)
         result = func(*args, **kwargs)
@@ -268,7 +268,7 @@ class _Choice(TorchFunctionMode):
 
 
 class _Pull(torch.autograd.Function):
-    """The identity, which in backward adds the gradient of sum over real tokens of weights · softmax(logits)."""
+    """The identity; backward adds the gradient of the sum over real tokens of weights · softmax(logits)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, weights: Tensor, real: Tensor) -> Tensor:
@@ -280,5 +280,5 @@ class _Pull(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, weights, real = ctx.saved_tensors
         p = logits.float().softmax(-1)
-        own = p * (weights - (p @ weights).unsqueeze(-1)) * real.unsqueeze(-1)
-        return grad + own.to(grad.dtype), None, None
+        pull = p * (weights - (p @ weights).unsqueeze(-1)) * real.unsqueeze(-1)
+        return grad + pull.to(grad.dtype), None, None

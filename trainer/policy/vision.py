@@ -1,11 +1,11 @@
-"""Images in the policy: which part of a model sees, and how what it sees gets to the tokens that stand for it.
+"""Images in the policy: the encoder of a multimodal model, and the way of its features to the placeholder tokens.
 
-Nothing here knows an architecture. Transformers says which module is the encoder (`get_encoder`), which arguments its
-features need (`get_image_features`), whether rotary positions have axes of their own (`get_rope_index`), and takes the
+Nothing here depends on an architecture. Transformers says which module is the encoder (`get_encoder`), which arguments
+its features need (`get_image_features`), whether rotary positions have several axes (`get_rope_index`), and takes the
 features (`mm_encoder_outputs`).
 
-A trunk finds the placeholders of images by their id. Here they are found by their place in the row: a policy may sample
-the placeholder's id, which is a token like any other then, for the engine as well
+A trunk finds the placeholders of images by their id. This module finds them by their place in the row, since a policy
+may sample the placeholder's id, which is then an ordinary token, also for the engine
 (https://github.com/modelscope/ms-swift/issues/9287).
 """
 
@@ -27,43 +27,43 @@ from trainer.types import MicroBatch
 
 
 class Vision:
-    """The images of micro-batches, as a trunk takes them."""
+    """A preparer of micro-batches' images for a trunk."""
 
     def __init__(self, model: PreTrainedModel, processor: ImageProcessor) -> None:
-        """Raises UserError where the trunk does not take the features of images."""
+        """Reads what the trunk needs. Raises UserError if the trunk does not take the features of images."""
         trunk = model.base_model
         asked, taken = (inspect.signature(call).parameters for call in (trunk.get_image_features, trunk.forward))
         if "mm_encoder_outputs" not in taken or not hasattr(trunk, "get_placeholder_mask"):
             raise UserError(f"{type(model).__name__} does not take the features of images: use another model")
         self._trunk: Any = trunk
         vision = model.config.vision_config
-        self._patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)  # the numbers in one
+        self._patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)  # numbers per patch
         self._blank_image = Image.read(Pillow.new("RGB", (32, 32)))
         self._blank = processor.features([self._blank_image])
-        self._bidirectional = "token_type_ids" in taken  # between the tokens of an image
+        self._bidirectional = "token_type_ids" in taken  # attention between the tokens of an image
         self._processor, self._asked = processor, list(asked)
 
     def image_token(self, model: PreTrainedModel) -> float:
-        """The activations of the encoder for an image's token, in those of the decoder for a token: `ModelFlops`'s.
+        """The encoder's activations per image token, relative to the decoder's per token, for `ModelFlops`.
 
-        Both are taken to grow with layers and hidden size. Example: in Qwen2.5-VL's 7B model four patches are a token,
-        and 32 blocks of 1280 are 1.6 times 28 layers of 3584, for each token of an image.
+        Both are assumed to grow with layers and hidden size. Example: in Qwen2.5-VL's 7B model four patches are one
+        token, and 32 blocks of 1280 for them are 1.6 times 28 layers of 3584 for a token.
         """
         size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
         patches = self._blank["pixel_values"].numel() / self._patch / self._processor.tokens(self._blank_image.size)
         return patches * len(encoder_layers(model)) * model.config.vision_config.hidden_size / size
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """The images of a micro-batch, as `hidden` takes them.
+        """The images of a micro-batch, for `hidden`.
 
-        A micro-batch without images has a blank one, which nothing is read of: all ranks must enter the collectives of
-        the encoder's shards, whatever their rows hold (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
+        A micro-batch without images gets a blank one, whose features are not used: all ranks must enter the collectives
+        of the encoder's shards, whatever their rows contain (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
         """
         device = batch.input_ids.device
         places = batch.images
-        found = self._processor.features([place.image for place in places]) if places else self._blank
-        inputs: dict[str, Any] = {"features": {n: found[n].to(device) for n in self._asked if n in found}}
-        inputs["patches"] = found["pixel_values"].numel() // self._patch
+        images = self._processor.features([place.image for place in places]) if places else self._blank
+        inputs: dict[str, Any] = {"features": {n: images[n].to(device) for n in self._asked if n in images}}
+        inputs["patches"] = images["pixel_values"].numel() // self._patch
         if places:
             pack = batch.layout.pack
             sizes = pack.lengths if pack else [batch.input_ids.shape[1] - 1] * len(batch.lengths)
@@ -79,7 +79,7 @@ class Vision:
                 inputs["here"], image_tokens = here.to(device), image_tokens[here] - begin
             inputs["places"] = image_tokens.to(device)
             if hasattr(self._trunk, "get_rope_index"):
-                positions = self._positions(batch, sizes, found)
+                positions = self._positions(batch, sizes, images)
                 inputs["named"]["position_ids"] = positions[..., begin:end].to(device)
             if self._bidirectional:
                 kinds = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -87,23 +87,24 @@ class Vision:
                 inputs["named"]["token_type_ids"] = kinds.view(len(sizes), -1)
         return inputs
 
-    def _positions(self, batch: MicroBatch, sizes: list[int], found: dict[str, Tensor]) -> Tensor:
-        """Rotary positions by axis, [axes, B, T] or of a pack [axes, 1, N]: each sequence begins at 0.
+    def _positions(self, batch: MicroBatch, sizes: list[int], images: dict[str, Tensor]) -> Tensor:
+        """Rotary positions by axis, [axes, B, T] or [axes, 1, N] for a pack, where each sequence begins at 0.
 
-        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819)
+        Positions that continue through a pack are a known mistake
+        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
         """
         tables, first = [], 0
         wanted = inspect.signature(self._trunk.get_rope_index).parameters
         for row, size in enumerate(sizes):
-            own = [place for place in batch.images if place.row == row]
+            places = [place for place in batch.images if place.row == row]
             kinds = torch.zeros(1, size, dtype=torch.int64)
-            for place in own:
+            for place in places:
                 kinds[0, place.start : place.start + place.length] = 1
-            last = first + len(own)
-            grids = {n: found[n][first:last] for n in wanted if n in found}
+            last = first + len(places)
+            grids = {n: images[n][first:last] for n in wanted if n in images}
             first = last
-            if own:
-                ids = torch.zeros_like(kinds)  # of which only the number is read
+            if places:
+                ids = torch.zeros_like(kinds)  # only their number is read
                 tables.append(self._trunk.get_rope_index(ids, mm_token_type_ids=kinds, **grids)[0])
             else:
                 tables.append(torch.arange(size).view(1, 1, -1))
@@ -111,34 +112,34 @@ class Vision:
         dim = 2 if batch.layout.pack else 1
         return torch.cat([table.expand(axes, -1, -1) for table in tables], dim=dim)
 
-    def hidden(self, inputs: Tensor, seen: dict[str, Any], packing: dict[str, Any]) -> Tensor:
-        """The trunk's last hidden states [B, T, H] for ids [B, T] and the images that `inputs` gave.
+    def hidden(self, inputs: Tensor, images: dict[str, Any], packing: dict[str, Any]) -> Tensor:
+        """The trunk's last hidden states [B, T, H] for ids [B, T] and images that `inputs` returned.
 
-        Raises ValueError where an image has not as many features as tokens that stand for it.
+        Raises ValueError if an image does not have as many features as placeholder tokens.
         """
-        features = self._trunk.get_image_features(**seen["features"], return_dict=True)
-        if "places" not in seen:
+        features = self._trunk.get_image_features(**images["features"], return_dict=True)
+        if "places" not in images:
             hidden = self._trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
             return cast(Tensor, _Beside.apply(hidden, *_read(features)))
-        lengths = [len(each) for each in features.pooler_output]
-        if lengths != seen["lengths"]:  # https://github.com/verl-project/verl/issues/3469
-            named = ", ".join(name or "an image" for name in seen["names"])
-            raise ValueError(f"{named}: they have {lengths} features, and {seen['lengths']} tokens stand for them")
-        if "here" in seen:
-            _keep(features, seen["here"])
-        named = packing | seen["named"] | {"mm_encoder_outputs": {"image": features}}
-        with _placeholders(self._trunk, inputs, seen["places"]):
-            found = self._trunk(input_ids=inputs, use_cache=False, **named)
-        return cast(Tensor, found.last_hidden_state)
+        lengths = [len(image) for image in features.pooler_output]
+        if lengths != images["lengths"]:  # https://github.com/verl-project/verl/issues/3469
+            named = ", ".join(name or "an image" for name in images["names"])
+            raise ValueError(f"{named}: they have {lengths} features, but {images['lengths']} placeholder tokens")
+        if "here" in images:
+            _keep(features, images["here"])
+        named = packing | images["named"] | {"mm_encoder_outputs": {"image": features}}
+        with _placeholders(self._trunk, inputs, images["places"]):
+            outputs = self._trunk(input_ids=inputs, use_cache=False, **named)
+        return cast(Tensor, outputs.last_hidden_state)
 
 
 @contextmanager
 def _placeholders(trunk: Any, inputs: Tensor, places: Tensor) -> Iterator[None]:
-    """Inside, the trunk finds images at these places of its flattened input alone."""
+    """A context in which the trunk finds images only at these places of its flattened input."""
     marked = torch.full_like(inputs, -1).view(-1)
     marked[places] = trunk.config.image_token_id
     by_id = trunk.get_placeholder_mask
-    trunk.get_placeholder_mask = lambda ids, *others, **named: by_id(marked.view_as(inputs), *others, **named)
+    trunk.get_placeholder_mask = lambda ids, *rest, **named: by_id(marked.view_as(inputs), *rest, **named)
     try:
         yield
     finally:
@@ -146,9 +147,9 @@ def _placeholders(trunk: Any, inputs: Tensor, places: Tensor) -> Iterator[None]:
 
 
 def _keep(features: Any, here: Tensor) -> None:
-    """Leave the features of tokens on this rank alone, `here` being their indices among those of all images.
+    """Reduces features to those of tokens on this rank, whose indices among those of all images are `here`.
 
-    Every rank that shares the tokens has computed all; backward gives each a gradient by its own tokens.
+    Every rank that shares the tokens has computed all features; in backward each gets the gradient of its tokens.
     """
     features.pooler_output = [torch.cat([*features.pooler_output]).index_select(0, here)]
     if layers := getattr(features, "deepstack_features", None):
@@ -156,13 +157,13 @@ def _keep(features: Any, here: Tensor) -> None:
 
 
 def _read(features: Any) -> list[Tensor]:
-    """The features that trunks read, of all that an encoder gives."""
+    """The features that trunks read, out of an encoder's outputs."""
     lists = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-    return [tensor for each in lists for tensor in ([each] if isinstance(each, Tensor) else each)]
+    return [tensor for item in lists for tensor in ([item] if isinstance(item, Tensor) else item)]
 
 
 class _Beside(torch.autograd.Function):
-    """Hidden states as they are; in backward, tensors beside them get gradients of zero, bit for bit."""
+    """The identity of hidden states; in backward the other tensors get gradients that are exactly zero."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *beside: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy of a single rank that computes with the engine's own weights, so that none need be sent."""
+"""The policy of a single rank that computes with the engine's weights, so that none need to be sent."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,11 +14,11 @@ from trainer.types import UpdateStats
 
 
 class InPlacePolicy(FsdpPolicy):
-    """Whole weights in the compute dtype, in memory that may be an engine's, and float32 masters for the optimizer.
+    """A policy whose weights, in the compute dtype, may be in an engine's memory, with float32 masters.
 
-    Always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each use.
-    Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so the weights are bit
-    for bit the same.
+    It is always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each
+    use. Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so the weights are
+    the same bit for bit.
     """
 
     def _shard(self) -> None:
@@ -28,7 +28,7 @@ class InPlacePolicy(FsdpPolicy):
     @torch.no_grad()
     def _load(self, start: hf_format.StartValue) -> None:
         super()._load(start)
-        # The parameters that learn, by name. Where the compute dtype is float32, the weights themselves.
+        # The trained parameters by name: if the compute dtype is float32, they are the weights themselves.
         self.masters: dict[str, nn.Parameter] = {}
         if self.module.value_head is not None:
             self.module.value_head.to(self.device)
@@ -40,29 +40,26 @@ class InPlacePolicy(FsdpPolicy):
             if self.compute_dtype != torch.float32:
                 self.masters[name] = nn.Parameter(weight.detach())
                 weight.data = weight.detach().to(self.compute_dtype)
-                weight.register_post_accumulate_grad_hook(partial(_hand_over, self.masters[name]))
+                weight.register_post_accumulate_grad_hook(partial(_accumulate, self.masters[name]))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The masters, which the optimizer knows and checkpoints hold."""
+        """The masters, which the optimizer updates and checkpoints contain."""
         return self.masters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters of the Transformers model, which computes with their values cast to the compute dtype.
-
-        What is frozen has none.
-        """
+        """Yields the model's parameters by name: their masters, or, if they are frozen, the weights themselves."""
         return ((name, self.masters.get(name, weight)) for name, weight in parameter_names(self.model).items())
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, Tensor]) -> None:
-        """Keep the weights in this memory from now on, name -> [n] in the compute dtype."""
+        """Moves the weights to this memory, name -> [n] in the compute dtype, where they stay from now on."""
         for name, weight in parameter_names(self.model).items():
             place = memory[name].view(weight.shape)
             place.copy_(weight)
             weight.data = place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state that `state_dict` gave, of this or of a sharded policy of the same model."""
+        """Copies a state that `state_dict` returned, of this or of a sharded policy of the same model."""
         super().load_state_dict(state)
         self._publish()
 
@@ -73,21 +70,21 @@ class InPlacePolicy(FsdpPolicy):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Write the masters, cast, to where the model, and an engine, read them: this is the weight sync."""
+        """Casts the masters into the weights that the model and an engine read: this is the weight sync."""
         if pairs := self._copies():
             weights, masters = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(weights, masters)
 
     def _copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights and their masters, where these are two."""
+        """The pairs of weights and masters that are separate tensors."""
         return [(weight, self.masters[n]) for n, weight in super().trained().items() if weight is not self.masters[n]]
 
     def _weights(self) -> Iterator[Tensor]:
         return (master for _, master in self._copies())
 
 
-def _hand_over(master: Tensor, weight: Tensor) -> None:
-    """Add a weight's gradient to its master's, in float32, and forget it."""
+def _accumulate(master: Tensor, weight: Tensor) -> None:
+    """Adds a weight's gradient to its master's, in float32, and frees it."""
     assert weight.grad is not None
     gradient, weight.grad = weight.grad.to(master.dtype), None
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)

@@ -246,7 +246,7 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     falcon = AutoModelForCausalLM.from_config(FalconConfig(**shape, num_attention_heads=2))
     mamba = AutoModelForCausalLM.from_config(MambaConfig(**shape, state_size=2))
-    for model, reason in [(falcon, "brings its own attention"), (mamba, "linear_attention")]:
+    for model, reason in [(falcon, "has its own attention"), (mamba, "linear_attention")]:
         with pytest.raises(
             UserError, match=rf"batch.packing is true, but {type(model).__name__} .*{reason}.* to false"
         ):
@@ -272,9 +272,7 @@ def test_what_a_model_asks_of_its_attention_and_would_not_get_is_refused() -> No
     harmless = {"position_ids": torch.arange(6), "softcap": None, "use_cache": False}
     assert attention.attention(torch.nn.Identity(), query, query, query, None, **harmless)[0].shape == (1, 6, 4, 8)
     for name, value in {"softcap": 30.0, "s_aux": torch.zeros(4), "position_bias": torch.zeros(1, 4, 6, 6)}.items():
-        with pytest.raises(
-            UserError, match=f"Identity asks its attention for {name}, .* set model.attn_implementation"
-        ):
+        with pytest.raises(UserError, match=f"Identity needs attention with {name}, .* set model.attn_implementation"):
             attention.attention(torch.nn.Identity(), query, query, query, None, **{name: value})
 
 

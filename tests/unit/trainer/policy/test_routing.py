@@ -364,5 +364,5 @@ def test_rows_for_another_number_of_tokens_are_refused_by_layer() -> None:
     (batch,) = micro_batches(routed_samples(module.routing.format, [12]), 100, 0, "cpu", 1, packing=True)
     assert batch.routes is not None
     batch.routes = batch.routes[:-1]
-    with pytest.raises(ValueError, match=r"layer 0 routes \[11, 2\] tokens and experts, but has \[10, 2\]"):
+    with pytest.raises(ValueError, match=r"layer 0 routes \[11, 2\] tokens and experts, but its routes are \[10, 2\]"):
         outputs(module, batch, 0.7)

@@ -155,7 +155,7 @@ def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyMode
     [batch] = micro_batches(
         [replace(row, images=(named, *row.images[1:]), image_spans=spans)], 10_000, 0, "cpu", packing=True
     )
-    sentence = r"image 1 of row 5 of rows.jsonl, an .* have \[1, 6, 3\] features, and \[2, 5, 3\] tokens stand for them"
+    sentence = r"image 1 of row 5 of rows.jsonl, an .* have \[1, 6, 3\] features, but \[2, 5, 3\] placeholder tokens"
     with pytest.raises(ValueError, match=sentence):
         outputs(module, batch, TEMPERATURE)
 
