@@ -97,7 +97,7 @@ def test_the_default_length_of_answers_is_that_of_the_run(tmp_path: Path) -> Non
     [
         ("absent/folder/of/mine", [], "there is no folder absent/folder/of/mine"),
         ("run", [], "has no model yet: its run is not finished"),
-        ("weightless", [], "holds no *.safetensors"),
+        ("weightless", [], "has no *.safetensors"),
         ("plain", [], "has no chat template: give a --prompt to continue"),
         ("plain", ["--max-tokens", "0"], "--max-tokens must be at least 1"),
     ],

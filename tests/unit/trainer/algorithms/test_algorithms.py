@@ -14,7 +14,7 @@ MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dt
 
 
 def count(mask: torch.Tensor, name: str) -> float:
-    """What the sum of a loss is divided by: trainable tokens, or sequences that have any."""
+    """The divisor of a loss: the number of trainable tokens, or of sequences that have any."""
     return float(mask.sum() if name == "token_mean" else mask.any(dim=1).sum())
 
 
@@ -119,7 +119,7 @@ def test_losses_and_their_gradients_against_a_loop(name: str) -> None:
 
 
 def by_definition(name: str, r: float, a: float, logp: float) -> tuple[bool, float, float]:
-    """Whether bounds took effect, the loss, and its derivative by the log-probability (dr/dlogp = r)."""
+    """True if bounds took effect; the loss; and its derivative by the log-probability (dr/dlogp = r)."""
     if name == "dual clip":
         cut = r > 1.28 if a > 0 else r < 0.8 or r > 2.0
         value = -min(r * a, min(max(r, 0.8), 1.28) * a) if a > 0 else -max(min(r * a, max(r, 0.8) * a), 2.0 * a)
@@ -135,7 +135,7 @@ def by_definition(name: str, r: float, a: float, logp: float) -> tuple[bool, flo
 
 
 @pytest.mark.parametrize("level", ["token", "geometric"])
-def test_without_an_update_in_between_every_loss_has_the_gradient_of_reinforce(level: str) -> None:
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(level: str) -> None:
     logprobs, advantage = LOGPROBS.clone().requires_grad_(), noise(3, 4)
     ratio = log_ratio(logprobs, LOGPROBS, MASK, level)
     expected = torch.autograd.grad((losses.reinforce(logprobs, advantage)[0] * MASK).sum(), logprobs)[0]
@@ -148,7 +148,7 @@ def test_without_an_update_in_between_every_loss_has_the_gradient_of_reinforce(l
         torch.testing.assert_close(gradient, expected)
 
 
-def test_gspo_with_advantages_of_turns_moves_each_token_by_its_own() -> None:
+def test_gspo_with_turn_advantages_weights_each_token_by_its_advantage() -> None:
     """The sequence decides about clipping, the turn about direction: a turn without advantage is not moved."""
     logprobs = LOGPROBS.clone().requires_grad_()
     advantage = torch.zeros(4, 4, dtype=torch.float64)
@@ -263,7 +263,7 @@ def test_estimators_by_name_and_their_clamp() -> None:
         assert beyond.any() and not gradient[beyond].any() and gradient[~beyond].any()
 
 
-def test_the_penalty_is_what_the_reward_loses() -> None:
+def test_the_kl_penalty_is_subtracted_from_the_reward() -> None:
     estimate = LOGPROBS.clone().requires_grad_()
     got = kl.penalty(estimate, MASK, 0.1)
     assert not got.requires_grad

@@ -135,7 +135,7 @@ def test_an_outcome_is_put_on_the_last_sampled_token() -> None:
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
-def test_returns_to_go_pass_over_what_tools_said(discount: float) -> None:
+def test_returns_to_go_skip_tokens_of_tools(discount: float) -> None:
     rewards = torch.randn(5, 8)
     got = advantages.returns_to_go(rewards, MASK, discount)
     expected = torch.zeros(5, 8)
@@ -172,7 +172,7 @@ def test_gae_with_full_traces_is_the_return_less_the_value() -> None:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_turn_relative_against_a_loop(normalize: bool) -> None:
-    """Of three samples one stops after the first turn, and one alone takes the third."""
+    """One of three samples stops after the first turn, and only one takes the third."""
     taken = torch.tensor([[[1, 1, 0], [1, 0, 0], [1, 1, 1]], [[1, 1, 0], [1, 1, 0], [1, 1, 0]]])
     values = torch.randn(2, 3, 3)
     values[1, :, 1] = 0.1
@@ -191,7 +191,7 @@ def test_turn_relative_against_a_loop(normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_turns_that_are_all_alike_get_exactly_zero(size: int) -> None:
+def test_turns_with_equal_returns_get_exactly_zero(size: int) -> None:
     """Whatever the rounding of their mean, which is off for some of these."""
     alike = torch.randn(20, 1, 4).expand(20, size, 4)
     for normalize in (True, False):

@@ -35,7 +35,7 @@ def test_rollout_ratios_against_their_definition(level: str) -> None:
             assert float(got[row, t]) == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_masked_tokens_hold_does_not_matter() -> None:
+def test_values_of_masked_tokens_do_not_matter() -> None:
     old, engine = log_probabilities()
     other = torch.where(MASK.bool(), engine, 1e9)
     for level in ("token", "geometric", "sequence"):

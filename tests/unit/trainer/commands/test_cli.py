@@ -62,7 +62,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("why", ["too long", "closed"])
-def test_a_path_that_cannot_be_is_a_sentence_in_every_command(
+def test_an_impossible_path_is_one_sentence_in_every_command(
     command: str, why: str, tiny_qwen2: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_long_prompt_is_not_taken_for_a_path(capsys: pytest.CaptureFixture[str
     assert "there is no folder no/such/model" in capsys.readouterr().err
 
 
-def test_help_and_recipes_are_read_and_told_where_the_locale_is_ascii(tmp_path: Path) -> None:
+def test_help_and_recipes_work_in_an_ascii_locale(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: m}\ndata: {path: d, system_prompt: größe √}\n", "utf-8")
     ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -1,4 +1,4 @@
-"""What `hotbunk doctor` makes of machines that are not this one."""
+"""Judgements of `hotbunk doctor` about other machines than this one."""
 
 import json
 import os
@@ -62,7 +62,7 @@ CPUINFO = {
 
 
 @pytest.mark.parametrize("cpuinfo", CPUINFO)
-def test_the_processors_row_says_what_follows_from_its_instructions(cpuinfo: str) -> None:
+def test_the_processors_row_says_the_effect_of_its_instructions(cpuinfo: str) -> None:
     [row] = [f for f in judge(replace(LAPTOP, **doctor._processor(cpuinfo))) if f.what == "processor"]
     assert (row.found, row.wanted, row.verdict) == (*CPUINFO[cpuinfo], "ok")
 
@@ -94,7 +94,7 @@ def test_the_processors_row_says_what_follows_from_its_instructions(cpuinfo: str
         (replace(NODE, compiler=""), "compiler", "apt install g++"),
     ],
 )
-def test_a_fault_is_the_one_thing_that_fails_and_its_remedy_is_told(machine: Machine, what: str, remedy: str) -> None:
+def test_each_fault_fails_in_one_row_with_a_remedy(machine: Machine, what: str, remedy: str) -> None:
     [(name, sentence)] = failed(machine).items()
     assert name == what and remedy in sentence
 
@@ -134,7 +134,7 @@ def test_a_tensor_parallel_group_that_would_straddle_machines_is_named(recipe: P
     ]
 
 
-def test_a_recipe_without_room_is_told_of_beforehand(recipe: Path) -> None:
+def test_a_recipe_that_exceeds_the_memory_is_reported(recipe: Path) -> None:
     small = replace(NODE, devices=(replace(H100, total_gib=24.0),))
     words = ["policy.activation_checkpointing=true", "batch.tokens_per_micro_batch=4096"]
     fits, does_not = (
@@ -144,7 +144,7 @@ def test_a_recipe_without_room_is_told_of_beforehand(recipe: Path) -> None:
     assert fits == ["ok"] and does_not == ["failed"]
 
 
-def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     script = ROOT / "tests" / "support" / "dying_trial.py"
     monkeypatch.setattr(doctor, "TRIAL_MODULE", [str(script)])
     findings, output = doctor.run_trial("one engine", 1, False)
@@ -156,7 +156,7 @@ def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_words(monkeypatch
     assert "still running" in findings[-1].found
 
 
-def test_trials_wait_until_what_they_need_is_mended() -> None:
+def test_trials_are_not_run_before_their_requirements_are_fixed() -> None:
     small = replace(NODE, devices=(replace(H100, free_gib=0.5),))
     reasons = [reason for _, _, reason in doctor.trials(small, list(judge(small)), False)]
     assert reasons == ["first fix: memory of device 0"] * 4
@@ -174,7 +174,7 @@ def test_the_report_holds_facts_findings_and_output(tmp_path: Path, capsys: pyte
     assert "sleep: failed: report this" in capsys.readouterr().out
 
 
-def test_the_report_goes_into_a_new_folder_and_the_current_one_is_as_it_was(tmp_path: Path) -> None:
+def test_results_go_to_a_new_folder_and_the_current_one_is_unchanged(tmp_path: Path) -> None:
     for name in ("doctor.json", "parser.json"):
         (tmp_path / name).write_text("mine")
     command, environment = [*PYTHON, "-m", "trainer", "doctor", "--facts"], os.environ | {"PYTHONPATH": str(ROOT)}

@@ -99,7 +99,7 @@ def test_every_command_takes_a_run_or_a_checkpoint_of_it(run: Path, monkeypatch:
     assert engine_settings("step_3").model == str(step_3) and run_folder("step_3") == run
 
 
-def test_a_result_is_taken_until_the_run_has_gone_on(run: Path) -> None:
+def test_a_runs_result_is_used_until_the_run_has_continued(run: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step_3", run / "model")
     (run / "model" / "config.json").write_text("{}")
     assert model_folder(str(run)) == run / "model"
@@ -134,7 +134,7 @@ def test_an_export_leaves_no_thread_that_a_fork_would_lose(run: Path) -> None:
     assert done.stdout == "0\n" and (run / "model_step_10" / "COMPLETE").is_file(), done.stderr
 
 
-def test_what_cannot_be_exported_is_said_in_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_fails_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = next((run / "checkpoints" / "step_10").glob("*.distcp"))
     content = bytearray(shards.read_bytes())
     content[len(content) // 2] ^= 1

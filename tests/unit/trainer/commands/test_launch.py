@@ -1,4 +1,4 @@
-"""What `hotbunk train` starts ranks with: in processes whose Python is a stub that prints its arguments."""
+"""The commands with which `hotbunk train` starts ranks, printed by a stub in the place of Python."""
 
 import os
 import signal

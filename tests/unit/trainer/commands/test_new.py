@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["a tiny model", "a model of one's own"])
-def test_what_it_writes_passes_all_checks_before_a_run(
+def test_the_written_recipe_passes_all_checks(
     own: bool, tmp_path: Path, tiny_model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a folder with a space in its name, where the commands that it prints are the ones that were meant."""
@@ -31,7 +31,7 @@ def test_what_it_writes_passes_all_checks_before_a_run(
     assert "my own/recipe.yaml exists already" in capsys.readouterr().err
 
 
-def test_the_readme_shows_what_it_writes(tmp_path: Path) -> None:
+def test_the_readme_shows_the_written_files(tmp_path: Path) -> None:
     """The recipe but for its comments, the reward, and the first row."""
     command = [sys.executable, "-m", "trainer", "new", "mine", "--model", "x"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, env={"PYTHONPATH": str(ROOT)})

@@ -48,8 +48,8 @@ def by_name(parts: list[MemoryPart]) -> dict[str, tuple[float, float]]:
     return {part.name: (part.generating, part.training) for part in parts}
 
 
-def test_the_plan_counts_the_images_that_may_come_up_and_the_copies_of_a_server(tiny_qwen2: Path) -> None:
-    """Of 48 answers two engines have 24 each, whose clients all ask at a time, and four ranks train 12 each."""
+def test_the_plan_counts_images_added_in_rollouts_and_copies_of_the_server(tiny_qwen2: Path) -> None:
+    """Two engines have 24 of 48 answers each, with one request per answer; four ranks train on 12 answers each."""
     shown: dict[str, Any] = {"data": {"max_images": 2, "path": "d", "max_prompt_tokens": 100}}
     assert "images added in rollouts" not in dict(batch_lines(recipe(tiny_qwen2, **shown), 4))
     client = {"client": "a.b:c", "max_image_mib": 64}
@@ -82,14 +82,14 @@ def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(tiny_qwen2: Path) -> None:
-    """How much each keeps is compared with what it does in test_simulated_ranks.py."""
+    """The memory of each rank is compared with a measurement in test_simulated_ranks.py."""
     configs = [recipe(tiny_qwen2, policy={"sequence_parallel": n, "activation_checkpointing": "full"}) for n in (1, 2)]
     sizes = model_sizes(configs[0], configs[0].model.path)
     alone, shared = (by_name(trainer_parts(config, sizes, 2, 80.0))["activations"][1] for config in configs)
     assert 0.5 * alone <= shared < 0.65 * alone
 
 
-def test_no_more_logits_are_counted_than_a_micro_batch_has(tiny_qwen2: Path) -> None:
+def test_counted_logits_are_at_most_those_of_a_micro_batch(tiny_qwen2: Path) -> None:
     """A device of 80 GiB would take chunks of three."""
     config = recipe(tiny_qwen2, run={"device": "cuda"})
     sizes = model_sizes(config, config.model.path)
@@ -184,7 +184,7 @@ def test_ways_without_common_memory_have_buffers_on_both_sides(tiny_qwen2: Path)
     assert staging_bytes(storage, sizes, 2, cut=True) == 4 * 152_064 * 3584 * 2 > 2 * in_parts
 
 
-def test_where_engines_read_shards_only_what_they_re_process_is_staged(tiny_qwen2: Path) -> None:
+def test_with_pull_only_reprocessed_weights_are_staged(tiny_qwen2: Path) -> None:
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
     latent = {"layers.0.self_attn.kv_b_proj.weight": torch.Size([128 * 256, 512 * 125])}
@@ -200,7 +200,7 @@ def test_where_engines_read_shards_only_what_they_re_process_is_staged(tiny_qwen
 @pytest.mark.parametrize(
     ("offload", "masters", "moments"), [("none", True, True), ("optimizer", True, False), ("all", False, False)]
 )
-def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
+def test_offloaded_memory_on_cuda_is_free_while_answers_are_generated(
     tiny_qwen2: Path, offload: str, masters: bool, moments: bool
 ) -> None:
     for device, away in (("cuda", True), ("cpu", False)):
@@ -213,7 +213,7 @@ def test_what_is_put_away_on_cuda_is_not_there_while_answers_are_generated(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_that_trainer_and_engine_share_are_there_once(tiny_qwen2: Path, dtype: str) -> None:
+def test_weights_shared_by_trainer_and_engine_count_once(tiny_qwen2: Path, dtype: str) -> None:
     config = recipe(tiny_qwen2, policy={"dtype": dtype}, sync={"way": "zero_copy"})
     sizes = model_sizes(config, config.model.path)
     parts = by_name([*trainer_parts(config, sizes, 1, 80.0), *engine_parts(config, sizes, 1, 1.0)])
@@ -234,7 +234,7 @@ def test_a_teacher_takes_the_references_place(tiny_qwen2: Path, tiny_qwen2_untie
 @pytest.mark.parametrize(
     ("stage", "whole_weights", "whole_gradients"), [(1, True, True), (2, True, False), (3, False, False)]
 )
-def test_what_zero_cuts_depends_on_its_stage(
+def test_sharding_by_zero_depends_on_its_stage(
     tiny_qwen2: Path, stage: int, whole_weights: bool, whole_gradients: bool
 ) -> None:
     config = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"})
@@ -330,7 +330,7 @@ def test_a_plan_is_shown_without_loading_weights_or_data(
         (["--batch.prompt_per_step", "3"], "did you mean batch.prompts_per_step?", False),
     ],
 )
-def test_what_would_be_refused_is_said_after_the_plan(
+def test_problems_are_printed_after_the_plan(
     words: list[str], sentence: str, planned: bool, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(written), *words]) == 2
@@ -339,7 +339,7 @@ def test_what_would_be_refused_is_said_after_the_plan(
     assert ("answers a step" in captured.out) == planned
 
 
-def test_what_does_not_fit_on_a_device_is_refused_with_its_numbers(
+def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is started; the numbers are those of the plan's parts, and neither half of a step may be over."""

@@ -54,7 +54,7 @@ def cells(lines: Iterator[Sequence[str]]) -> dict[str, list[str]]:
     return {line[0]: list(line[1:]) for line in lines}
 
 
-def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
+def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
     record = read_record(run)
     assert state(record).startswith("3 steps in 1 min 10 s, the last of them at ")
     told = cells(figures(record.rows))
@@ -72,7 +72,7 @@ def test_a_finished_run_is_told_of_in_full(run: Path) -> None:
     assert recipe["model.path"] == ("m", "", True)
 
 
-def test_rewards_that_failed_are_told_of_by_function_and_kind() -> None:
+def test_failed_rewards_are_reported_by_function_and_kind() -> None:
     kinds = ({"f/timeout": 2.0}, {"f/timeout": 1.0, "g/raised": 1.0})
     rows: list[dict[str, Any]] = [
         {"train/step": n, "reward/errors": 2.0} | {f"reward/errors/{name}": count for name, count in own.items()}
@@ -153,7 +153,7 @@ def test_a_run_that_has_not_learned_says_so_on_its_last_screen_and_in_the_report
         assert sentence in screen.getvalue() and sentence in shown and sentence in (run / "report.html").read_text()
 
 
-def test_a_killed_run_is_told_of_as_far_as_it_came(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_is_reported_up_to_its_last_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole[: whole.rindex("{") + 40])
     (run / "completions.jsonl").unlink()
@@ -174,7 +174,7 @@ def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> 
     ("name", "sentence"),
     [("absent", "has no metrics.jsonl, so it is not a run's folder"), ("begun", "has no step yet")],
 )
-def test_report_of_no_run_ends_in_one_sentence(
+def test_a_report_without_a_run_ends_in_one_sentence(
     name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "begun").mkdir()

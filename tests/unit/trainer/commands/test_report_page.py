@@ -95,7 +95,7 @@ class Browser:
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:
-        """What the console says of errors and of what the page's policy has stopped, since the last time."""
+        """The console's messages since the last call, about errors and scripts that the page's policy has blocked."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def test_a_page_of_hostile_texts_shows_them_and_runs_none(browser: Browser, run:
     assert browser.run("return window.owned ?? null") is None and browser.complaints() == []
 
 
-def test_tokens_are_coloured_by_what_is_chosen_and_steps_can_be_gone_through(browser: Browser, run: Path) -> None:
+def test_tokens_are_coloured_by_the_chosen_figure_for_every_step(browser: Browser, run: Path) -> None:
     (run / "report.html").write_text(page([read_record(run)]))
     browser.open((run / "report.html").as_uri())
     colours = "return [...document.querySelectorAll('#tokens .tokens span')].map(each => each.style.backgroundColor)"
@@ -166,7 +166,7 @@ def test_tokens_are_coloured_by_what_is_chosen_and_steps_can_be_gone_through(bro
     assert set(browser.run(changed)) == {"run.name", "run.steps", "model.path", "policy.lr"}
 
 
-def test_a_watched_page_follows_its_run_and_answers_to_no_other_host(browser: Browser, tmp_path: Path) -> None:
+def test_a_watched_page_follows_its_run_and_refuses_other_hosts(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path / "watched", steps=2)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("")  # begun, and no step done yet

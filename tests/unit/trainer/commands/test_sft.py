@@ -117,7 +117,7 @@ def test_bad_rows_are_one_sentence(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_under_the_mask_is_not_learned(value: float) -> None:
+def test_masked_values_that_are_not_finite_are_not_learned(value: float) -> None:
     (batch,) = micro_batches([Sample([5, 6, 7, 8], [0, 1, 0, 1], [0.0] * 4)], 10, 0, "cpu", count=1)
     logprobs = torch.tensor([[-1.0, value, -3.0]], requires_grad=True)
     loss, _ = cross_entropy(2)(batch, Outputs(logprobs, torch.zeros(1, 3)))

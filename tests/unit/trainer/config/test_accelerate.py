@@ -34,7 +34,7 @@ def test_every_file_that_trl_ships_is_understood(name: str) -> None:
 
 
 @pytest.mark.skipif(FOUND is None, reason="TRL is not installed")
-def test_no_file_that_trl_ships_is_forgotten() -> None:
+def test_every_file_that_trl_ships_is_tested() -> None:
     assert {file.stem for file in SHIPPED.glob("*.yaml")} == set(WANTED)
 
 
@@ -77,7 +77,7 @@ def test_keys_of_the_recipe_take_precedence(tmp_path: Path) -> None:
         ({"something_new": 3}, "no counterpart here"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_by_the_name_of_our_key(
+def test_keys_without_counterpart_are_refused_with_the_key_to_use(
     tmp_path: Path, keys: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UserError, match=named) as caught:
@@ -110,14 +110,14 @@ def test_values_are_spelled_and_left_out_as_accelerate_allows(
     assert keys["reshard_after_forward"] is reshard
 
 
-def test_what_accelerate_itself_refuses_is_one_sentence(tmp_path: Path) -> None:
+def test_a_refusal_by_accelerate_is_one_sentence(tmp_path: Path) -> None:
     file = written(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_reshard_after_forward": "perhaps"})
     with pytest.raises(UserError, match=r"^policy.accelerate_config: .* invalid truth value perhaps$"):
         policy_keys(file)
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [\n", "\x00"])
-def test_a_file_that_is_none_of_accelerates_is_one_sentence(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_accelerates_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError, match="policy.accelerate_config: ") as caught:
         policy_keys(tmp_path / "x.yaml")

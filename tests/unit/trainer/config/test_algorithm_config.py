@@ -41,11 +41,11 @@ def test_a_preset_sets_its_keys_and_goes_together(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("loss", ["clip", "cispo", "sapo", "reinforce"])
-def test_a_presets_bounds_hold_for_its_own_loss_only(preset: str, loss: str) -> None:
+def test_a_presets_bounds_apply_only_to_its_own_loss(preset: str, loss: str) -> None:
     assert problems({**alone(preset), "loss": loss, "ratio_level": "token"}) == []
 
 
-def test_what_is_set_counts_more_than_the_preset() -> None:
+def test_keys_of_the_recipe_override_the_preset() -> None:
     config = AlgorithmConfig(preset="dapo", clip_high=0.5, overlong_margin=None)
     assert (config.clip_low, config.clip_high, config.overlong_margin, config.sampling_rounds) == (0.2, 0.5, None, 10)
 
@@ -90,7 +90,7 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"at_bound": "fill"}, "at_bound is fill, but all groups are kept"),
     ],
 )
-def test_what_does_not_go_together_is_named(algorithm: dict[str, Any], sentence: str) -> None:
+def test_conflicting_keys_are_named(algorithm: dict[str, Any], sentence: str) -> None:
     (found,) = problems(algorithm)
     assert re.match(f"algorithm.{sentence}", found), found
 

@@ -1,4 +1,4 @@
-"""What cannot work is refused in one sentence before anything loads, whatever it is."""
+"""Impossible recipes are refused in one sentence before anything loads."""
 
 import json
 import os
@@ -115,7 +115,7 @@ REFUSED: list[tuple[Case, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_cannot_work_is_refused_in_one_sentence(folder: Folder, number: int) -> None:
+def test_impossible_recipes_are_refused_in_one_sentence(folder: Folder, number: int) -> None:
     case, expected = REFUSED[number]
     outcome = folder.judge(case, "--dry-run")
     assert not outcome.fault, outcome.fault
@@ -144,7 +144,7 @@ def test_modules_of_logits_processors_may_raise_anything(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("output", ["/proc/nothing", "/dev/null/x"])
-def test_an_evaluation_asks_first_whether_it_can_write(
+def test_an_evaluation_checks_first_that_it_can_write(
     output: str, folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(folder.folder / "model"), str(folder.recipe), "--output", output]
@@ -152,7 +152,7 @@ def test_an_evaluation_asks_first_whether_it_can_write(
     assert f"hotbunk: --output: {output} cannot be made or written to, as " in capsys.readouterr().err
 
 
-def test_what_all_ranks_were_told_of_is_still_a_sentence(
+def test_an_error_agreed_by_all_ranks_is_still_a_sentence(
     folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tell(*_: object) -> None:
@@ -179,7 +179,7 @@ def test_a_long_sentence_keeps_its_key_and_its_remedy() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_a_folder_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert unwritable(tmp_path / "a" / "b") is None and unwritable(tmp_path) is None
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert "dangling" in str(unwritable(tmp_path / "dangling" / "runs"))
@@ -192,7 +192,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytes
     assert unwritable(tmp_path / "a") == f"nothing can be written in {tmp_path} (Read-only file system)"
 
 
-def test_the_memory_of_gpus_is_what_their_driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_gpus_comes_from_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     tool = tmp_path / "nvidia-smi"
     for said, expected in (("echo 81920\necho 24576", 80.0), ("echo N/A", None), ("exit 9", None)):

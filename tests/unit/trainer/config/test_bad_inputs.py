@@ -251,7 +251,7 @@ def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("command", "local_rank"), [("train", None), ("sft", "0"), ("train", "1")])
-def test_a_real_run_says_it_once_on_each_machine(folder: Path, command: str, local_rank: str | None) -> None:
+def test_a_run_reports_a_mistake_once_on_each_machine(folder: Path, command: str, local_rank: str | None) -> None:
     environment = os.environ | ({"LOCAL_RANK": local_rank, "WORLD_SIZE": "2"} if local_rank else {"WORLD_SIZE": "1"})
     words = [sys.executable, "-m", "trainer", command, str(folder / "recipe.yaml"), "--model.path", "/absent"]
     result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -93,7 +93,7 @@ def test_an_override_reaches_into_a_list(recipe: Path) -> None:
     assert [function.weight for function in config.reward.functions] == [1.0, 0.5]
 
 
-def test_overrides_are_told_from_options() -> None:
+def test_overrides_are_distinguished_from_options() -> None:
     words = [
         "train",
         "--run.steps",
@@ -133,7 +133,7 @@ def test_overrides_are_told_from_options() -> None:
         ("run.steps=[1", "--run.steps=[1 cannot be applied"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(recipe: Path, override: str, sentence: str) -> None:
+def test_each_problem_is_one_sentence(recipe: Path, override: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(recipe, [override])
     assert sentence in str(caught.value)
@@ -160,7 +160,7 @@ def test_every_key_is_explained_once() -> None:
 
 
 def test_every_value_is_explained() -> None:
-    """Those of a fixed set, and the names in a table; each is a line of its own below its key."""
+    """Values of a fixed set and names of a table each have a line of their own below their key."""
 
     def values(annotation: Any) -> set[str]:
         if get_origin(annotation) is Literal:

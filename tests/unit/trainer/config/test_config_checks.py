@@ -1,4 +1,4 @@
-"""What is checked before anything loads: between keys, and against the machine and the model."""
+"""The checks before anything loads: between keys, and against the machine and the model."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ def problems(config: dict, changes: dict | None = None, command: str = "train", 
     return []
 
 
-def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
+def test_valid_recipes_have_no_problems(config: dict) -> None:
     assert problems(config) == []
     assert problems(config, WORLD_SIZE="8") == []
     three = {"engine": {"tensor_parallel_size": 3}, "batch": {"prompts_per_step": 3}}
@@ -138,7 +138,7 @@ def test_nothing_is_wrong_with_what_is_right(config: dict) -> None:
         ({"checkpoint": {"keep_best": 1}}, 1, "checkpoint.keep_best depends on eval/accuracy, but eval.every is 0"),
     ],
 )
-def test_what_is_wrong_is_named(config: dict, changes: dict, world: int, sentence: str) -> None:
+def test_each_problem_names_its_key(config: dict, changes: dict, world: int, sentence: str) -> None:
     found = problems(config, changes, WORLD_SIZE=str(world))
     assert len(found) == 1, found
     assert re.search(sentence, found[0]), found[0]
@@ -216,7 +216,7 @@ def test_quantised_engines_and_models_are_refused_in_training(
         ({"model_weights": "s3://elsewhere"}, "is Hotbunk's to set: set model.path instead", False),
     ],
 )
-def test_arguments_that_bring_weights_past_the_sync_are_refused(
+def test_engine_arguments_that_bypass_the_sync_are_refused(
     config: dict, extra: dict, reason: str, evaluates: bool
 ) -> None:
     (key,) = extra
@@ -251,7 +251,7 @@ def test_stretched_positions_count(config: dict, tmp_path: Path, rope: dict, lon
 
 
 @pytest.mark.parametrize(("layers", "refused"), [("linear_attention", True), ("sliding_attention", False)])
-def test_layers_that_cannot_keep_sequences_apart_are_not_packed(
+def test_models_whose_layers_mix_sequences_are_not_packed(
     config: dict, tmp_path: Path, layers: str, refused: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": ["full_attention", layers]}))
@@ -287,7 +287,7 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic", 2048),
     ],
 )
-def test_positions_that_depend_on_the_longest_sequence_are_kept_where_they_do_not(
+def test_lengths_stay_where_positions_do_not_depend_on_the_batch(
     config: dict, tmp_path: Path, facts: dict, kind: str, tokens: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
@@ -358,7 +358,7 @@ ZERO_COPY = {"sync": {"way": "zero_copy"}, "engine": {"plain_cpu_weights": True}
         ("sync", {"replay": False}, 1, "only the record says where they are: set it to true"),
     ],
 )
-def test_weights_are_shared_only_where_both_hold_them_whole_and_alike(
+def test_zero_copy_needs_unsharded_weights_in_one_layout(
     config: dict, section: str, changes: dict, world: int, sentence: str
 ) -> None:
     assert problems(config, ZERO_COPY) == []
@@ -372,7 +372,9 @@ def test_weights_are_shared_only_where_both_hold_them_whole_and_alike(
 @pytest.mark.parametrize(
     ("key", "what"), [("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")]
 )
-def test_weights_that_vllm_keeps_otherwise_are_not_shared(config: dict, tmp_path: Path, key: str, what: str) -> None:
+def test_weights_that_vllm_keeps_in_another_layout_are_not_shared(
+    config: dict, tmp_path: Path, key: str, what: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
     (sentence,) = problems(config, ZERO_COPY)
     assert sentence == f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
@@ -408,7 +410,7 @@ def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(config: di
     assert refused not in problems(config, {"run": {"device": "cuda"}}, VLLM_USE_V2_MODEL_RUNNER="0")
 
 
-def test_a_way_that_is_not_there_is_named(config: dict) -> None:
+def test_a_missing_sync_way_is_named(config: dict) -> None:
     (sentence,) = problems(config, {"sync": {"way": "absent.py:Way"}})
     assert sentence == "sync.way: 'absent.py:Way' cannot be loaded: there is no file absent.py"
 

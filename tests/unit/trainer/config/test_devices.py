@@ -131,7 +131,7 @@ def test_compatibility_libraries_make_an_old_driver_do(
         ("Default, [N/A]", 1, 2, 64 << 20, ["/dev/shm has 64 MiB left"]),
     ],
 )
-def test_what_keeps_processes_from_sharing_gpus_is_said_before_anything_starts(
+def test_obstacles_to_sharing_gpus_are_reported_before_anything_starts(
     machine: Callable[..., None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,9 +157,7 @@ def test_a_slice_named_in_cuda_visible_devices_is_for_one_rank(machine: Callable
     assert "MIG slices" in found
 
 
-def test_engines_are_given_uuids_in_full_whatever_the_user_has_abbreviated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_get_full_uuids_even_if_the_user_abbreviates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA takes the beginning of a UUID; NVML, by which vLLM looks devices up, does not."""
     uuids = [f"GPU-{number}1ce4ab0-5ff3-7a31-ad7f-66b1dd6b2e0a" for number in range(3)]
     smi = tmp_path / "nvidia-smi"

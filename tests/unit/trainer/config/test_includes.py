@@ -17,7 +17,7 @@ def write(folder: Path, **files: str) -> Path:
     return folder / f"{next(iter(files))}.yaml"
 
 
-def test_what_is_nearer_wins(tmp_path: Path) -> None:
+def test_the_nearer_file_takes_precedence(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
         recipe="includes: [base.yaml, more.yaml]\nrun: {steps: 3}\nsampling: {stop: [c]}\n",
@@ -33,7 +33,7 @@ def test_what_is_nearer_wins(tmp_path: Path) -> None:
     assert load_config(recipe, []).run.seed == 2
 
 
-def test_a_section_includes_a_file_of_its_own_relative_to_it(tmp_path: Path) -> None:
+def test_a_section_includes_a_file_relative_to_its_own(tmp_path: Path) -> None:
     write(tmp_path / "sizes", engine="includes: smaller.yaml\nmax_num_seqs: 7\n", smaller="max_model_len: 99\n")
     recipe = write(
         tmp_path, recipe="model: {path: m}\ndata: {path: d}\nengine: {includes: [sizes/engine.yaml], sleep: false}\n"
@@ -69,7 +69,7 @@ def test_the_same_file_twice_is_no_cycle(tmp_path: Path) -> None:
         ("includes: [base.yaml]\nrun: {steps: '${HOTBUNK_TEST_X:[1}'}", "cannot be read|no valid YAML"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_each_problem_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     recipe = write(tmp_path, recipe=text, base="model: {path: m}\ndata: {path: d}\n", list="- a\n")
     with pytest.raises(UserError, match=sentence) as caught:
         load_config(recipe, [])

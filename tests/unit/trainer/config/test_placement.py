@@ -43,7 +43,7 @@ def test_every_value_of_the_key_has_a_record() -> None:
     assert set(PLACEMENTS) == set(named.__args__)  # type: ignore[union-attr]
 
 
-def test_no_other_file_asks_where_engines_are() -> None:
+def test_only_the_placement_file_compares_placements() -> None:
     files = [file for folder in ("trainer", "sharding") for file in Path(ROOT, folder).rglob("*.py")]
     asking = {str(file.relative_to(ROOT)) for file in files if ASKED.search(file.read_text("utf-8"))}
     assert not asking
@@ -53,7 +53,7 @@ def test_no_other_file_asks_where_engines_are() -> None:
     ("old", "words"),
     [("0", "shared"), ("3", "ranks, and engine.ranks: 3"), ("ray", '"ray"')],
 )
-def test_the_old_key_is_refused_with_what_to_write(tmp_path: Path, old: str, words: str) -> None:
+def test_the_former_key_is_refused_with_its_replacement(tmp_path: Path, old: str, words: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: m}\ndata: {path: d}\n")
     with pytest.raises(UserError) as caught:

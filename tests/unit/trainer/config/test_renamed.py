@@ -8,7 +8,7 @@ from trainer.config.recipe import RENAMED, known_keys, load_config
 from trainer.errors import UserError
 
 
-def test_old_names_are_of_no_key_and_new_ones_are_of_keys() -> None:
+def test_former_names_are_not_keys_and_present_ones_are() -> None:
     keys = {name for name, _ in known_keys()}
     for old, (new, _) in RENAMED.items():
         assert old not in keys and new in keys
@@ -23,7 +23,7 @@ def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path, override: list[
     assert str(caught.value) == "algorithm.trace is now algorithm.gae_lambda: write algorithm.gae_lambda: 0.9"
 
 
-def test_held_out_data_has_one_name(tmp_path: Path) -> None:
+def test_evaluation_data_has_only_one_key(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: m}\ndata: {path: d, eval_path: e.jsonl, eval_size: 9}\n")
     with pytest.raises(UserError) as caught:

@@ -62,7 +62,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def saved_run(config: TrainConfig) -> Path:
-    """What a run of one step leaves of its recipe: the real tracker with a real W&B, and a real checkpoint."""
+    """The folder of a run of one step, written by the real tracker with a real W&B, and a real checkpoint."""
     tracker = make_run_tracker(config, RunState())
     tracker.log(1, {"reward/mean": 1.0})
     tracker.close()
@@ -72,7 +72,7 @@ def saved_run(config: TrainConfig) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_no_file_of_a_run_holds_what_the_environment_holds(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_of_a_run_contains_values_of_the_environment(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
     config = load_config(recipe, [])
     assert config.rollout.kwargs["again"] == f"Bearer {KEY}" and config.run.steps == 3  # the run itself has it
@@ -91,7 +91,7 @@ def test_no_file_of_a_run_holds_what_the_environment_holds(recipe: Path, capsys:
         assert stat.S_IMODE((run / name).stat().st_mode) == 0o600
 
 
-def test_a_runs_own_recipe_asks_the_environment_again(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_recorded_recipe_reads_the_environment_again(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(recipe, [])
     kept = recipe.with_name("config.yaml")
     kept.write_text(to_yaml(config))
@@ -129,13 +129,13 @@ def test_a_run_goes_on_with_another_key(recipe: Path, monkeypatch: pytest.Monkey
         "engine.extra=${oc.env:SEARCH_KEY}",
     ],
 )
-def test_what_is_wrong_is_said_without_secrets(recipe: Path, override: str) -> None:
+def test_errors_contain_no_secrets(recipe: Path, override: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(recipe, [override])
     assert "sk-" not in str(caught.value)
 
 
-def test_tasks_of_verifiers_keep_no_second_copy_of_their_settings(recipe: Path) -> None:
+def test_recorded_recipes_have_settings_of_verifiers_once(recipe: Path) -> None:
     text = yaml.safe_load(recipe.read_text())
     text["rollout"] = {"verifiers": {"environment": "e", "python": "p", "env": {"A": "${oc.env:SEARCH_KEY}"}}}
     del text["data"]["path"]

@@ -1,4 +1,4 @@
-"""What does not go with answers that are cut into slices is one sentence, before anything loads; their greatest age."""
+"""Checks of settings with answers that are cut into slices, and the greatest age of such answers."""
 
 from typing import Any
 
@@ -48,7 +48,9 @@ def said(config: TrainConfig) -> list[str]:
         ({"rollout": CUT | {"sampler": "a:B"}}, "rollout.sampler takes its whole batch at once"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_slices_is_one_sentence(sections: dict[str, Any], sentence: str) -> None:
+def test_settings_that_conflict_with_slices_are_refused_in_one_sentence(
+    sections: dict[str, Any], sentence: str
+) -> None:
     [problem] = said(recipe(**sections))
     assert sentence in problem and len(problem) < 300
 

@@ -52,7 +52,7 @@ def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None =
         ({"run": {"device": "cuda"}}, 2, 2, "staged, since no other way has run on a GPU yet"),
     ],
 )
-def test_auto_is_the_first_way_that_holds(config: dict, changes: dict, ranks: int, neighbours: int, way: str) -> None:
+def test_auto_is_the_first_possible_way(config: dict, changes: dict, ranks: int, neighbours: int, way: str) -> None:
     assert choice(config, changes, ranks, neighbours).startswith(way)
 
 
@@ -60,12 +60,12 @@ def test_auto_is_the_first_way_that_holds(config: dict, changes: dict, ranks: in
     "file",
     [MODEL | {"num_experts": 4}, MODEL | {"kv_lora_rank": 4}, {"text_config": MODEL, "vision_config": {"depth": 1}}],
 )
-def test_models_that_vllm_keeps_otherwise_are_pulled_as_far_as_can_be(config: dict, tmp_path: Path, file: dict) -> None:
+def test_models_that_vllm_reprocesses_are_pulled_if_possible(config: dict, tmp_path: Path, file: dict) -> None:
     (tmp_path / "config.json").write_text(json.dumps(file))
     assert choice(config, PLAIN).startswith("pull, since")
 
 
-def test_a_way_that_was_named_is_left_alone(config: dict) -> None:
+def test_a_way_in_the_recipe_is_kept(config: dict) -> None:
     for way in ("staged", "pull", "zero_copy", "storage"):
         recipe = TrainConfig.model_validate(config | {"sync": {"way": way}})
         assert with_chosen_way(recipe, 1, 1) == (recipe, "")
@@ -82,9 +82,7 @@ def test_a_way_that_was_named_is_left_alone(config: dict) -> None:
         ({}, 4, "a copy of the model is sharded over 4 ranks, and a machine has 2: set policy.shard_size"),
     ],
 )
-def test_what_keeps_engines_from_reading_shards_is_named(
-    config: dict, changes: dict, ranks: int, sentence: str
-) -> None:
+def test_obstacles_to_reading_shards_are_named(config: dict, changes: dict, ranks: int, sentence: str) -> None:
     right = PLAIN | {"sync": {"way": "pull"}}
     assert problems(config, right, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == []
     found = problems(config, right | changes, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="2")

@@ -52,7 +52,7 @@ def by_name(costs: list[Cost]) -> dict[str, Cost]:
     return {cost.name: cost for cost in costs}
 
 
-def test_products_take_what_their_operations_take(tiny_qwen2: Path) -> None:
+def test_the_time_of_products_follows_from_their_operations(tiny_qwen2: Path) -> None:
     """512 answers of 400 tokens on 4 ranks, 51,200 tokens each; the head at 300 of 400."""
     plan = config(tiny_qwen2)
     tokens, targets, pairs = 51_200, 38_400, 128 * 400 * 401 / 2
@@ -110,7 +110,7 @@ def test_of_adapters_only_they_are_reduced(tiny_qwen2: Path) -> None:
     assert gathers.seconds + gathers.hidden == pytest.approx(sent, rel=0.01)
 
 
-def test_memory_that_is_shared_needs_no_sync_and_what_is_put_away_takes_its_time(tiny_qwen2: Path) -> None:
+def test_shared_memory_needs_no_sync_and_offloading_takes_time(tiny_qwen2: Path) -> None:
     costs = by_name(step_costs(config(tiny_qwen2), BILLION, 1, GPU, LENGTHS))
     assert costs["sync"].seconds == pytest.approx(3 * 2 * BILLION.total / (0.85 * 4e12))
     assert "sync" not in by_name(step_costs(config(tiny_qwen2, sync={"way": "zero_copy"}), BILLION, 1, GPU, LENGTHS))
@@ -149,7 +149,7 @@ def test_with_a_lag_the_longer_of_rollout_and_update_counts(tiny_qwen2: Path, lo
     assert costs[0].hidden == pytest.approx(min(rollout, update))
 
 
-def test_layouts_are_compared_where_they_fit_and_the_fastest_is_named(tiny_qwen2: Path) -> None:
+def test_rank_splits_that_fit_are_compared_and_the_fastest_is_named(tiny_qwen2: Path) -> None:
     lengths = Lengths(100, 100)
     plan = config(tiny_qwen2, policy={"offload": "all"}, sync={"way": "pull"})
 

@@ -122,7 +122,7 @@ TOKENS, ROWS = float(sum(LENGTHS) - 2), float(len(LENGTHS))
 
 
 def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
-    """What `PolicyLoss` makes of the batch, as the recipe's keys put it together."""
+    """The value of `PolicyLoss` for the batch, with the recipe's keys."""
     mask, ids = data["mask"], torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
     advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
     rows = list(range(len(LENGTHS)))
@@ -213,9 +213,7 @@ def test_high_entropy_tokens_are_chosen_as_in_trl(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize(("preset", "loss_type"), [("dapo", "dapo"), ("grpo", "grpo")])
-def test_the_entropy_bonus_differs_by_what_is_averaged_and_by_nothing_else(
-    preset: str, loss_type: str, share: float
-) -> None:
+def test_the_entropy_bonus_differs_only_by_the_averaging(preset: str, loss_type: str, share: float) -> None:
     """Ours goes over all trainable tokens, averaged as the loss is; TRL's is the mean over the tokens of high entropy.
 
     docs/algorithms.md has both formulas. They are one where all tokens count and the loss is their mean.
@@ -268,7 +266,7 @@ def test_rloo_takes_the_ratio_of_whole_sequences() -> None:
 
 
 def scored(trainer: Any, data: dict[str, Tensor], rewards: Tensor) -> dict[str, Any]:
-    """What `_generate_and_score_completions` makes of given completions (of the batch's lengths) and rewards [N, R]."""
+    """The result of `_generate_and_score_completions` for completions of the batch's lengths and rewards [N, R]."""
     lengths = [max(1, n) for n in LENGTHS]
     rows = [[1] * n for n in lengths]
     sampled = [data["engine"][i, :n].tolist() for i, n in enumerate(lengths)]

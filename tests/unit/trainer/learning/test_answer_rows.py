@@ -18,7 +18,7 @@ TEMPERATURE = 0.7
 
 
 def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[str, list[float | None]]]:
-    """What a bigram table says of the trajectory's tokens from the first sampled one on, one after the other."""
+    """The figures by a bigram table of the trajectory's tokens, one by one from the first sampled one on."""
     logprobs = torch.log_softmax(TablePolicy().table / TEMPERATURE, dim=1)
     place = watched.answer.prompt_index, watched.answer.sample_index
     episode = [t for t in step if (t.prompt_index, t.sample_index) == place]
@@ -71,7 +71,7 @@ def test_each_token_has_the_figures_of_the_pass_before_the_update(
     assert none == [] and torch.equal(without, table)  # to look changes nothing
 
 
-def test_rows_have_texts_and_numbers_that_json_can_say() -> None:
+def test_rows_have_texts_and_numbers_that_json_can_express() -> None:
     (answer,) = as_answers([Trajectory(0, 3, [1], [2, 3], [1, 1], [-1.0, -1.0], reward=0.5)])
     watched = Watched(answer, [2, 3], {"gap": [0.123456, math.nan], "entropy": [1.0, None]})
     pieces = {2: "▁a", 3: "b"}

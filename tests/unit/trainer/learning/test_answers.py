@@ -27,7 +27,7 @@ from trainer.learning.metrics import engine_gap, named_sums, over_ranks
 from trainer.types import Sample
 
 
-def test_every_rank_knows_what_the_trajectories_say() -> None:
+def test_every_rank_has_a_summary_of_all_trajectories() -> None:
     step = random_step(6, 3, seed=4)
     for found in on_ranks(3, lambda: as_answers(step)):
         for answer, t in zip(found, sorted(step, key=lambda t: (t.prompt_index, t.sample_index)), strict=True):
@@ -44,7 +44,7 @@ def test_every_rank_knows_what_the_trajectories_say() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_each_sequence_is_handed_to_the_rank_that_trains_on_it_and_to_no_other(ranks: int) -> None:
+def test_each_sequence_goes_only_to_the_rank_that_trains_on_it(ranks: int) -> None:
     step = random_step(5, 4, seed=6)
 
     def mine() -> list[tuple[int, Sample, Sample]]:
@@ -86,7 +86,7 @@ def test_any_place_among_the_sorted_numbers_of_all_ranks_is_found_exactly(ranks:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_gap_equals_that_of_a_loop_over_all_tokens(ranks: int) -> None:
+def test_the_gap_equals_a_loop_over_all_tokens(ranks: int) -> None:
     generator = torch.Generator().manual_seed(1)
     trainer, engine = torch.randn(200, generator=generator), torch.randn(200, generator=generator) * 0.1
     differences = [t - e for t, e in zip(trainer.tolist(), engine.tolist(), strict=True)]
@@ -110,7 +110,7 @@ def test_the_gap_of_few_tokens() -> None:
     assert one == {"gap/mean": 0.5, "gap/p95": 0.5, "gap/max": 0.5, "gap/outside_clip": 1.0}
 
 
-def test_sums_do_not_depend_on_who_has_which_number() -> None:
+def test_sums_do_not_depend_on_which_rank_has_a_number() -> None:
     numbers = torch.randn(100, generator=torch.Generator().manual_seed(2)).double().mul(1e9).exp2().clamp(max=1e300)
     pairs = [("a" if n % 3 else "b", value) for n, value in enumerate(numbers.tolist())]
     expected = {
@@ -122,7 +122,7 @@ def test_sums_do_not_depend_on_who_has_which_number() -> None:
     assert math.isnan(named_sums([("a", 1.0), ("a", math.inf)])["a"][0])
 
 
-def test_figures_of_a_step_are_bit_for_bit_alike_on_any_number_of_ranks() -> None:
+def test_metrics_of_a_step_are_bit_equal_on_any_number_of_ranks() -> None:
     step = random_step(7, 4, seed=3)
     for number, t in enumerate(step):
         t.reward_parts["a"] = 0.1 * number
@@ -133,7 +133,7 @@ def test_figures_of_a_step_are_bit_for_bit_alike_on_any_number_of_ranks() -> Non
         assert on_ranks(ranks, lambda: rollout_metrics(as_answers(step))) == [alone] * ranks
 
 
-def test_rank_0_has_the_rows_of_answers_in_order_wherever_they_are() -> None:
+def test_rank_0_gets_all_rows_of_answers_in_order() -> None:
     step = random_step(4, 2, seed=1)
     prompts: Any = [SimpleNamespace(id=10 + i, token_ids=(i,), row={"answer": str(i)}) for i in range(4)]
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: f"prompt {ids}")
@@ -165,7 +165,7 @@ def test_the_words_of_the_first_error_are_known_everywhere() -> None:
         )
 
 
-def test_a_trajectory_that_cannot_be_told_of_is_an_error_on_all_ranks() -> None:
+def test_a_trajectory_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
     step = random_step(4, 2, seed=1)
     step[0].turns = -1
 
@@ -224,7 +224,7 @@ def spoken(prompt: int, sample: int, length: int) -> Trajectory:
     return Trajectory(prompt, sample, [3] * 10, [5] * length, [1] * length, [-1.0] * length, reward=sample / 3)
 
 
-def test_images_travel_once_and_those_of_the_data_are_read_where_they_are_trained(
+def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
     tmp_path: Path,
 ) -> None:
     """They are in no message to a rank that does not train on them, nor to all."""

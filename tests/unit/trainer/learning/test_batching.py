@@ -61,7 +61,7 @@ def test_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> 
 
 @settings(deadline=None, max_examples=50)
 @given(LENGTHS, st.integers(1, 100), st.integers(0, 3), st.booleans())
-def test_tensors_hold_what_the_samples_say(lengths: list[int], budget: int, extra: int, packing: bool) -> None:
+def test_micro_batches_have_the_contents_of_samples(lengths: list[int], budget: int, extra: int, packing: bool) -> None:
     """Each row, read back position by position, is its sample; everything else is padding without weight."""
     samples = [sample(length, seed) for seed, length in enumerate(lengths)]
     count = len((pack if packing else pack_padded)(lengths, budget)) + extra
@@ -103,7 +103,7 @@ def test_packed_micro_batches_are_level_where_the_budget_allows(lengths: list[in
         assert all(batch.rows for batch in batches), "no fillers where there is work for all"
 
 
-def test_one_long_answer_and_many_short_ones_make_no_table_of_answers_by_longest() -> None:
+def test_one_long_answer_and_many_short_ones_are_not_in_one_table() -> None:
     lengths, budget = [900, *[10] * 60], 1024
     for count in (2, 5):
         batches = micro_batches([sample(length) for length in lengths], budget, 0, "cpu", count, packing=True)
@@ -134,7 +134,7 @@ def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[
     assert torch.equal(torch.cat([cut.targets for cut in cuts]), whole.targets) and states == whole.states.tolist()
 
 
-def test_work_is_levelled_with_what_attention_adds() -> None:
+def test_balanced_work_includes_attention() -> None:
     """One sequence of 60 is as much work as three of 30, where attention counts as much as the rest at 60."""
     samples = [sample(n) for n in (60, 30, 30, 30)]
 

@@ -141,7 +141,7 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
 
 @pytest.mark.parametrize("credit", ["outcome", "turns"])
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
-def test_tokens_get_what_comes_after_them_relative_to_the_step(advantage: str, credit: str) -> None:
+def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: str) -> None:
     """Rewards where turns or the episode end, less KL; summed up backwards, by a critic or not; then whitened."""
     algorithm = {"advantage": advantage, "credit": credit, "gamma": 0.9, "gae_lambda": 0.8, **IN_REWARD}
     answers = credited(random_step(4, 4, seed=3), make_config(algorithm=algorithm))
@@ -216,7 +216,7 @@ def one_turn(sample: int, tokens: int, prompt: int = 0, **fields: Any) -> Trajec
 
 
 def first_advantages(step: list[Trajectory], config: TrainConfig) -> list[float]:
-    """Of each trajectory, its first token's."""
+    """The advantage of the first token of each trajectory."""
     return [advantages[0] for _, advantages, _ in credited(step, config, parts=1)]
 
 
@@ -233,7 +233,7 @@ def test_leave_one_out_of_an_episode_in_parts_is_skyrls_step_wise_training() -> 
     assert first_advantages(step, make_config(algorithm={"normalize_std": False})) == [0.5, 0.5, 0.5, -0.5]
 
 
-def test_whether_a_group_has_a_signal_is_a_matter_of_its_episodes() -> None:
+def test_a_groups_signal_depends_on_its_episodes() -> None:
     first, second, other = (one_turn(s, 2, reward=r) for s, r in ((0, 0.0), (0, 1.0), (1, 1.0)))
     (group,) = make_groups(as_answers([first, second, other]))
     assert not informative(group)
@@ -256,7 +256,7 @@ def test_length_is_the_episodes_and_the_overlong_penalty_its_longest_parts() -> 
 
 
 def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() -> None:
-    """Of eight answers two are right, one of them a single token into a margin of 800, for which it loses 1/800."""
+    """Two of eight answers are right; one of them is a token over the margin of 800, and so loses 1/800."""
     lengths = [201, *[100] * 7]
     rewards = [1.0, 1.0, *[0.0] * 6]
     step = [
@@ -274,7 +274,7 @@ def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() ->
 
 
 @pytest.mark.parametrize("instead", [0.0, -1.0])
-def test_a_reward_function_that_failed_is_no_reward_of_its_own(instead: float) -> None:
+def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> None:
     """The answer is as good as one that the function gave `reward.error_reward`, and the others do not notice."""
     config = make_config(algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead})
     given = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0}]
@@ -319,7 +319,7 @@ def test_negative_rewards_are_named_where_they_cannot_be(algorithm: dict[str, An
         credited(step, make_config(algorithm=algorithm))
 
 
-def test_a_group_without_a_spread_has_no_advantages_whatever_its_size() -> None:
+def test_a_group_of_equal_rewards_has_no_advantages() -> None:
     alike = [Trajectory(p, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=0.1) for p in range(2) for s in range(3)]
     for advantage in ("group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline"):
         config = make_config(algorithm={"advantage": advantage})
@@ -329,7 +329,7 @@ def test_a_group_without_a_spread_has_no_advantages_whatever_its_size() -> None:
             assert not has_signal(minibatches), advantage
 
 
-def test_answers_that_were_cut_off_are_compared_but_not_learned_from() -> None:
+def test_cut_off_answers_are_compared_but_not_trained_on() -> None:
     step = [Trajectory(0, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=float(s)) for s in range(3)]
     step[0].finish_reason = "length"
     config = make_config(algorithm={"overlong_filter": True, "normalize_std": False})
@@ -352,7 +352,7 @@ def test_answers_that_were_cut_off_are_compared_but_not_learned_from() -> None:
         {"credit": "turns"},
     ],
 )
-def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[str, Any], value: float) -> None:
+def test_model_outputs_for_masked_tokens_do_not_affect_credit(algorithm: dict[str, Any], value: float) -> None:
     """NaN and inf neither: advantages and returns of trained tokens, the choice of them and the signal stay."""
 
     def computed(rotten: float) -> tuple[list[Tensor], bool]:
@@ -379,7 +379,7 @@ def test_what_models_say_of_masked_tokens_has_no_part_in_credit(algorithm: dict[
     assert all(torch.isfinite(x).all() and torch.equal(x, y) for x, y in zip(got, sound, strict=True))
 
 
-def test_a_step_of_masked_rubbish_has_no_signal() -> None:
+def test_a_step_with_only_masked_tokens_has_no_signal() -> None:
     alike = [one_turn(s, 2 + s, reward=1.0) for s in range(2)]
     config = make_config()
     minibatches = prepare([make_groups(as_answers(alike))], config, 0, CPU)

@@ -111,7 +111,7 @@ def test_old_logprobs_are_computed_only_when_the_policy_changes_within_the_step(
 
 
 @pytest.mark.parametrize(("prompts", "parts"), [(5, 1), (10, 4), (13, 4), (5, 3), (33, 16), (3, 7), (0, 2)])
-def test_a_step_is_cut_evenly_into_as_many_updates_as_asked_for(prompts: int, parts: int) -> None:
+def test_a_step_is_split_evenly_into_updates(prompts: int, parts: int) -> None:
     groups = make_groups(as_answers([trajectory(p, s, float(s), [7]) for p in range(prompts) for s in range(2)]))
     portions = split(groups, parts)
     assert [group for portion in portions for group in portion] == groups
@@ -122,9 +122,7 @@ def test_a_step_is_cut_evenly_into_as_many_updates_as_asked_for(prompts: int, pa
 @pytest.mark.parametrize(
     ("informative", "places"), [(4, [8, 9, 10, 11]), (2, [8, 10]), (3, [8, 9 + 1 / 3, 10 + 2 / 3])]
 )
-def test_fewer_groups_than_updates_are_an_update_each_and_the_schedule_knows(
-    informative: int, places: list[float]
-) -> None:
+def test_fewer_groups_than_updates_get_one_update_each(informative: int, places: list[float]) -> None:
     """In the third step of a run with four updates a step, 8 updates were asked for before it."""
     settings = config(
         algorithm={"drop_zero_variance": True}, batch={"prompts_per_step": 4, "updates_per_step": 4}, run={"steps": 9}
@@ -137,7 +135,7 @@ def test_fewer_groups_than_updates_are_an_update_each_and_the_schedule_knows(
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}])
-def test_a_step_of_which_every_token_is_filtered_is_no_update(algorithm: dict[str, object]) -> None:
+def test_a_step_with_every_token_filtered_has_no_update(algorithm: dict[str, object]) -> None:
     """KL and entropy pull at trained tokens only: without any, Adam's momentum would move the weights by itself."""
     settings = config(algorithm={"overlong_filter": True, **algorithm}, batch={"updates_per_step": 2})
     for cut, updates in ((2, 0), (1, 1), (0, 2)):
@@ -261,14 +259,14 @@ def test_kl_or_entropy_alone_is_worth_an_update() -> None:
 @pytest.mark.parametrize(
     "algorithm", [{"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, {"high_entropy_share": 0.5}]
 )
-def test_what_credit_or_choice_depends_on_is_scored_before(algorithm: dict[str, object]) -> None:
+def test_inputs_of_credit_and_token_choice_are_scored_before_updates(algorithm: dict[str, object]) -> None:
     policy, reference = RecordingPolicy(), RecordingPolicy()
     learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
     learner.learn(*as_step([trajectory(0, s, float(s), [7, 8]) for s in range(4)]), step=1)
     assert policy.calls == ["score@1.0", "update@1.0"]
 
 
-def test_rollout_metrics_count_what_happened() -> None:
+def test_rollout_metrics_count_rewards_lengths_and_failures() -> None:
     rows = [
         trajectory(0, 0, 1.0, [7, 8], reward_parts={"a": 1.0}),
         trajectory(0, 1, 0.0, [7] * 4, reward_parts={"a": 0.0}),

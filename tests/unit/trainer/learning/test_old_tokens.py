@@ -68,7 +68,7 @@ def learned(trajectories: list[Trajectory], ranks: int = 1, **sections: dict[str
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("old_tokens", ["correct", "mask"])
-def test_the_loss_is_that_of_a_loop_over_tokens(old_tokens: str, ranks: int) -> None:
+def test_the_loss_equals_a_loop_over_tokens(old_tokens: str, ranks: int) -> None:
     table, cap = torch.log_softmax(Aged().table, dim=1), 1.3
     total, count, old_count = 0.0, 0, 0
     gaps: list[float] = []
@@ -112,7 +112,7 @@ def test_a_fault_of_the_sync_is_in_the_gap_whatever_the_age_of_the_other_tokens(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_trained_token_of_now_the_gap_is_measured_on_answers_that_wait(ranks: int) -> None:
+def test_without_current_tokens_the_gap_is_measured_on_waiting_answers(ranks: int) -> None:
     trajectories = step()
     for t in trajectories:
         t.versions, t.weight_version = [(3, 0)], 3
@@ -123,7 +123,7 @@ def test_without_a_trained_token_of_now_the_gap_is_measured_on_answers_that_wait
 
 
 @pytest.mark.parametrize("mask_old", [False, True])
-def test_every_rank_knows_how_many_tokens_are_old_and_who_trains_them_which(mask_old: bool) -> None:
+def test_every_rank_has_counts_of_old_tokens_and_trainers_have_their_ages(mask_old: bool) -> None:
     trajectories = random_step(6, 3, seed=4)
     for number, t in enumerate(trajectories):
         newer = range(1, len(t.response_ids), 2)

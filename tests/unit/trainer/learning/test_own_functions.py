@@ -44,7 +44,7 @@ def problems(**algorithm: Any) -> list[str]:
     return list(check_algorithm(make_config(algorithm=algorithm).algorithm, updates=2, shared_critic=False))
 
 
-def test_a_step_with_the_example_of_a_loss_is_that_of_a_loop_over_tokens() -> None:
+def test_a_step_with_the_example_loss_equals_a_loop_over_tokens() -> None:
     policy = Watched()
     metrics = learned(policy, loss=TAPERED, ratio_level="sequence", num_iterations=2, tis_cap=None)
     total, bounded, tokens = 0.0, 0, 0
@@ -80,7 +80,7 @@ def test_a_step_with_the_example_of_an_advantage_learns_from_distances_to_the_me
         assert got == {round(x, 4) + 0.0 for x in expected} and len(got) > 4
 
 
-def test_a_function_of_ones_own_may_take_keys_and_its_record_is_asked_like_any_other(tmp_path: Path) -> None:
+def test_a_custom_function_may_take_keys_and_has_a_record_like_others(tmp_path: Path) -> None:
     """The clipped loss under another name is the clipped loss; an advantage that takes values has a critic."""
     (tmp_path / "own.py").write_text(
         "from trainer.algorithms import advantages, losses\n"
@@ -155,7 +155,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_loads(
     assert said.startswith(f"algorithm.{key}") and wrong in said and sentence in said and len(said) < 400, said
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
+def test_a_missing_file_is_named() -> None:
     assert problems(loss="nowhere/loss.py:f") == [
         "algorithm.loss: 'nowhere/loss.py:f' cannot be loaded: there is no file nowhere/loss.py"
     ]
@@ -175,7 +175,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
         ("advantage", "text", "returned str, but should return advantages"),
     ],
 )
-def test_a_function_that_computes_nonsense_is_named_in_a_sentence(
+def test_a_function_with_invalid_results_is_named_in_one_sentence(
     wrong: str, key: str, name: str, sentence: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -184,7 +184,7 @@ def test_a_function_that_computes_nonsense_is_named_in_a_sentence(
     assert said.startswith(f"algorithm.{key}: {wrong}:{name} ") and sentence in said and "\n" not in said, said
 
 
-def test_what_is_not_finite_already_is_not_blamed_on_the_function(wrong: str) -> None:
+def test_inputs_that_are_not_finite_are_not_blamed_on_the_function(wrong: str) -> None:
     record = make_config(algorithm={"loss": f"{wrong}:alone"}).algorithm.loss_record
     ratio = torch.tensor([[math.nan, 1.0]], requires_grad=True)
     with pytest.raises(UserError, match="should return a loss and a mask"):
@@ -194,7 +194,7 @@ def test_what_is_not_finite_already_is_not_blamed_on_the_function(wrong: str) ->
     assert loss.isnan().any()
 
 
-def test_two_ranks_learn_from_functions_of_ones_own_as_one_does() -> None:
+def test_custom_functions_give_the_same_result_on_one_and_two_ranks() -> None:
     def table() -> torch.Tensor:
         policy = TablePolicy()
         learned(policy, loss=TAPERED, advantage=MEDIAN, num_iterations=2)
@@ -205,7 +205,7 @@ def test_two_ranks_learn_from_functions_of_ones_own_as_one_does() -> None:
         torch.testing.assert_close(other, alone, rtol=1e-5, atol=1e-7)
 
 
-def test_every_loss_of_ours_takes_only_what_is_offered() -> None:
+def test_every_built_in_loss_takes_only_offered_tensors() -> None:
     for name, loss in losses.LOSSES.items():
         loss.check_signature(type(make_config().algorithm).model_fields)
         assert name in losses.LOSSES and loss.takes("advantages")

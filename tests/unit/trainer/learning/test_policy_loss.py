@@ -39,7 +39,7 @@ def minibatch(batch: MicroBatch) -> MiniBatch:
 
 
 class Loop:
-    """The same loss, token by token in scalars."""
+    """A second computation of the loss, token by token in scalars."""
 
     def __init__(self, config: AlgorithmConfig, batch: MicroBatch, outputs: Outputs) -> None:
         self.config, self.batch, self.outputs = config, batch, outputs
@@ -185,7 +185,7 @@ ROTTEN = [float("nan"), float("inf"), float("-inf")]
 
 
 def spoiled(tensors: MicroBatch | Outputs, mask: Tensor, name: str, value: float) -> MicroBatch | Outputs:
-    """The same with `value` in one tensor wherever the mask is 0; what carried a gradient still does."""
+    """A copy with `value` in one tensor wherever the mask is 0; tensors keep their gradients."""
     tensor = getattr(tensors, name)
     rotten = torch.where(mask.bool(), tensor.detach(), value).requires_grad_(tensor.requires_grad)
     return replace(tensors, **{name: rotten})
@@ -199,7 +199,7 @@ def per_token_names(tensors: MicroBatch | Outputs) -> list[str]:
 
 @pytest.mark.parametrize("value", ROTTEN)
 @pytest.mark.parametrize("case", [*CASES, {"advantage": "gae", "value_clip": None, "high_entropy_share": 0.5}])
-def test_what_is_not_finite_under_the_mask_never_reaches_loss_or_gradient(case: dict[str, Any], value: float) -> None:
+def test_masked_values_that_are_not_finite_never_reach_loss_or_gradient(case: dict[str, Any], value: float) -> None:
     config = AlgorithmConfig(**case)
     batch, outputs = make_batch()
 

@@ -48,7 +48,7 @@ def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteF
         assert sample.input_ids == trajectory.prompt_ids + trajectory.response_ids
 
 
-def test_a_rank_is_handed_the_routes_of_its_own_samples_alone() -> None:
+def test_a_rank_receives_routes_only_of_its_own_samples() -> None:
     step = [answered(FORMAT, 2 + seed, (1,) * (1 + seed % 3), seed) for seed in range(9)]
     for prompt, made in enumerate(step):
         made.prompt_index, made.sample_index = prompt, 0
@@ -84,14 +84,14 @@ def test_a_rank_is_handed_the_routes_of_its_own_samples_alone() -> None:
         assert handed[number] - bytes_without[number] == count * len(FORMAT.layers) * FORMAT.top_k > 0
 
 
-def test_a_single_token_has_no_row() -> None:
+def test_a_single_token_has_no_row_of_routes() -> None:
     alone = Trajectory(0, 0, [], [7], [1], [0.0])
     alone.routes = np.zeros((0, 4, 2), np.uint8)
     [[sample]] = exchange_samples([gather_answers([alone])], [[[0]]], lambda t: to_sample(t, routes=FORMAT), FORMAT)
     assert sample.routes is not None and sample.routes.shape == (0, 2, 2)
 
 
-def test_words_of_tools_after_the_last_answer_need_no_rows() -> None:
+def test_tool_tokens_after_the_last_answer_need_no_routes() -> None:
     told = answered(FORMAT, mask=(1, 1, 0, 0, 0))
     assert told.routes is not None
     told.routes = told.routes[:5]  # up to the token before the last that was sampled
@@ -112,7 +112,7 @@ def test_words_of_tools_after_the_last_answer_need_no_rows() -> None:
         ("layer without rows", "send token 0 in layer 3 to one expert twice"),
     ],
 )
-def test_what_is_not_a_route_is_one_sentence_about_sample_and_layer(fault: str, said: str) -> None:
+def test_an_invalid_route_is_one_sentence_about_sample_and_layer(fault: str, said: str) -> None:
     bad = answered(FORMAT)
     assert bad.routes is not None
     match fault:
@@ -135,7 +135,7 @@ def test_what_is_not_a_route_is_one_sentence_about_sample_and_layer(fault: str, 
     assert len(str(caught.value)) < 300
 
 
-def test_what_all_ranks_are_told_of_an_answer_has_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_of_answers_have_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr("trainer.learning.answers.send_to_all", lambda payload: [told.append(len(payload)) or payload])
     with_routes, without = answered(FORMAT), answered(FORMAT)

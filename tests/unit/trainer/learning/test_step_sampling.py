@@ -44,7 +44,7 @@ def kept(sampled: StepSampling) -> list[int]:
     return [sampled.prompts[index].id for index in dict.fromkeys(indices)]
 
 
-def test_one_round_trains_on_whatever_comes() -> None:
+def test_one_round_trains_on_all_groups() -> None:
     sampled = sampling()
     assert run_step(sampled, 8) == 12
     assert kept(sampled) == [p.id for p in PROMPTS.take(8, 4, seed=5)] and sampled.metrics() == {}
@@ -90,7 +90,7 @@ def test_failed_answers_do_not_make_a_signal() -> None:
     assert sampled.missing == 4
 
 
-def test_a_run_that_continues_samples_what_it_would_have() -> None:
+def test_a_resumed_run_samples_the_same_prompts() -> None:
     """Steps take as many prompts as they need, so the position, not the step, is what is kept."""
 
     def steps(position: int, count: int) -> tuple[list[list[int]], int]:
@@ -109,7 +109,7 @@ def test_a_run_that_continues_samples_what_it_would_have() -> None:
         assert before + after == whole and last == end
 
 
-def test_each_round_has_a_seed_of_its_own_and_the_first_has_the_runs() -> None:
+def test_each_round_has_its_own_seed_and_the_first_has_the_runs() -> None:
     sampled = sampling(sampling_rounds=3)
     seeds = []
     for _ in range(3):

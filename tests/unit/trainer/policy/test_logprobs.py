@@ -41,7 +41,7 @@ def test_one_token_at_a_time_by_hand() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 7, 10, 64, None])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_the_whole_logits_tensor(chunk: int | None, with_bias: bool, temperature: float) -> None:
+def test_chunks_equal_one_tensor_of_all_logits(chunk: int | None, with_bias: bool, temperature: float) -> None:
     """Values and all gradients, with chunks that divide the tokens and chunks that do not."""
     args = inputs(10, torch.float32, with_bias)
     wanted = [x for x in args[:3] if x is not None]

@@ -44,7 +44,7 @@ def random_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def peft_twin(folder: Path, model: PreTrainedModel, settings: LoraConfig = LORA) -> peft.PeftModel:
-    """What PEFT itself makes of the folder, with the adapter of `model`."""
+    """PEFT's own model of the folder, with the adapter of `model`."""
     twin = peft.get_peft_model(load(folder), lora.peft_config(settings, TARGETS[model.config.model_type]))
     state = {lora.peft_name(name): factor.data for name, factor in lora.factors(model).items()}
     assert not peft.set_peft_model_state_dict(twin, state).unexpected_keys
@@ -70,7 +70,7 @@ def test_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architecture
     assert lora.low_rank(model).keys() <= parameter_names(model).keys()
 
 
-def test_what_is_sent_is_what_peft_merges(tiny_qwen2: Path) -> None:
+def test_sent_weights_equal_those_that_peft_merges(tiny_qwen2: Path) -> None:
     model = with_adapters(tiny_qwen2, seed=1)
     merged = dict(peft_twin(tiny_qwen2, model).merge_and_unload().named_parameters())
     plain = dict(load(tiny_qwen2).named_parameters())
@@ -112,7 +112,7 @@ def test_a_stretch_gets_its_part_of_the_sum(first: int, length: int, dtype: torc
 
 
 @pytest.mark.parametrize("width", [64, 100, 4096])
-def test_a_stretch_has_the_bits_of_the_whole_whoever_adds_it_up(width: int) -> None:
+def test_a_part_of_merged_weights_has_the_bits_of_the_total(width: int) -> None:
     """MKL's products of one to three rows have other bits than those of more, and some by four threads than by one."""
     out = low_rank.BLOCK // width * 2 + 4
     weight, added = torch.randn(out, width), LowRank(torch.randn(8, width), torch.randn(out, 8), 0.25)
@@ -160,7 +160,7 @@ def test_only_adapters_learn_and_switched_off_they_do_nothing(tiny_qwen2: Path) 
         (["embed_tokens"], "lora.target_modules: model.embed_tokens is not a linear layer inside the model"),
     ],
 )
-def test_targets_that_do_not_fit_are_named(tiny_qwen2: Path, targets: list[str], sentence: str) -> None:
+def test_invalid_target_modules_are_named(tiny_qwen2: Path, targets: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         with_adapters(tiny_qwen2, settings=LORA.model_copy(update={"target_modules": targets}))
 

@@ -40,7 +40,7 @@ def test_a_hundred_shifts_have_the_host_memory_of_one() -> None:
     assert len(places) == 1
 
 
-def test_what_is_constant_is_copied_once_or_when_it_has_moved() -> None:
+def test_constant_tensors_are_copied_once_or_after_they_moved() -> None:
     tensors = [torch.ones(3)]
     offload = Offload(lambda: tensors, constant=True)
     offload.release()
@@ -56,7 +56,7 @@ def test_what_is_constant_is_copied_once_or_when_it_has_moved() -> None:
     assert (tensors[0] == 2).all() and len(tensors[0]) == 5
 
 
-def test_what_goes_and_when_is_the_recipe_s() -> None:
+def test_the_recipe_decides_what_is_offloaded() -> None:
     for what, expected in [("none", (0, 0)), ("optimizer", (8, 0)), ("all", (8, 4))]:
         state, weights = torch.ones(2), torch.ones(1)
         memory = Offloadable(what, lambda s=state: [s], lambda w=weights: [w])  # type: ignore[misc, arg-type]
@@ -70,7 +70,7 @@ def test_page_locked_memory_is_one_allocation_of_the_sum_of_its_parts(monkeypatc
     locked: dict[int, int] = {}
 
     class Runtime:
-        """What CUDA's runtime does to memory that it is shown."""
+        """A fake of CUDA's runtime, which records memory that is locked."""
 
         def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
             assert flags == 0 and pointer not in locked

@@ -23,7 +23,7 @@ def test_schedules_without_warm_up_are_those_of_transformers(schedule: str) -> N
         theirs.step()
 
 
-def test_warm_up_wastes_no_update_and_ends_at_the_peak() -> None:
+def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
     factors = [learning_rate_factor(update, update, 4, 10, "linear") for update in range(12)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0.0, 0.0])

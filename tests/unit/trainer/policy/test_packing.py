@@ -111,7 +111,7 @@ def total_loss(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_values_and_gradients_are_those_of_sequences_alone(kind: str) -> None:
+def test_values_and_gradients_equal_those_of_separate_sequences(kind: str) -> None:
     model, samples = make_model(kind), make_samples(LENGTHS)
     alone = [plain(model, sample) for sample in samples]
     expected = gradients(
@@ -186,7 +186,7 @@ def reference_varlen(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, begin_k: Tensor, longest: int, longest_k: int,
     *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
 ) -> Tensor:  # fmt: skip
-    """What `torch.nn.attention.varlen.varlen_attn` is documented to do, with a loop over sequences."""
+    """A second computation of `torch.nn.attention.varlen.varlen_attn`, by its documentation, in a loop over sequences."""
     assert num_splits == 1  # with more, a sequence's result depends on the longest of its batch
     assert enable_gqa and torch.equal(begin, begin_k) and begin.dtype is torch.int32
     assert longest == longest_k == int(begin.diff().max()) and window_size[1] == 0
@@ -267,7 +267,7 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
         outputs(make_module(falcon), batch, TEMPERATURE)
 
 
-def test_what_a_model_asks_of_its_attention_and_would_not_get_is_refused() -> None:
+def test_unsupported_arguments_of_attention_are_refused() -> None:
     query = torch.randn(1, 4, 6, 8)
     harmless = {"position_ids": torch.arange(6), "softcap": None, "use_cache": False}
     assert attention.attention(torch.nn.Identity(), query, query, query, None, **harmless)[0].shape == (1, 6, 4, 8)
@@ -297,7 +297,7 @@ def test_the_packing_kernel_begins_with_ampere(
         (GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4), "does not keep its decoder layers"),
     ],
 )
-def test_models_that_the_trainer_would_compute_otherwise_are_refused(
+def test_models_that_the_trainer_would_compute_wrongly_are_refused(
     config: PretrainedConfig, sentence: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)

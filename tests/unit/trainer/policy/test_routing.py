@@ -175,7 +175,7 @@ def test_a_replayed_pass_is_a_plain_loop_over_the_given_experts(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_experts_used_are_those_given_in_every_layer_recomputation_included(kind: str) -> None:
+def test_replayed_experts_are_used_in_every_layer_and_in_recomputation(kind: str) -> None:
     module = make_module(kind)
     assert module.routing is not None
     format, used = module.routing.format, {layer: [] for layer in module.routing.format.layers}
@@ -215,7 +215,7 @@ def test_loss_and_gradients_do_not_depend_on_batching_or_checkpointing(kind: str
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_models_own_routes_are_left_bit_for_bit_and_recorded_ones_change_nothing(kind: str) -> None:
+def test_wrapped_routers_and_recorded_routes_change_no_bit(kind: str) -> None:
     batches = micro_batches(make_samples(LENGTHS), 20, 0, "cpu", packing=True)
     untouched = PolicyModule(make_model(kind))
     expected = updated(untouched, batches)

@@ -79,7 +79,7 @@ def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_an_update_starts_from_is_what_was_scored_before_it(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
+def test_an_update_starts_from_the_scores_before_it(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
     """Old and new log-probabilities on policy, bit for bit (https://github.com/verl-project/verl/issues/2996)."""
     folder = tiny_vlm(architecture=kind)
     settings = PolicyConfig(dtype="float32", lr=1e-3, activation_checkpointing="full")
@@ -115,9 +115,7 @@ def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(tiny_vlm: T
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_rows_without_images_enter_the_encoder_and_are_what_they_are_without_it(
-    tiny_vlm: TinyModel, kind: str, packing: bool
-) -> None:
+def test_rows_without_images_enter_the_encoder_without_effect(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
     """The encoder's parameters have gradients of zero, on which other ranks' are added
     (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819); all others' are the same, bit for bit.
     """
@@ -146,7 +144,7 @@ def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
 
 
 def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyModel) -> None:
-    """As many in sum, but not each (https://github.com/verl-project/verl/issues/3469)."""
+    """The sums of features and tokens agree, but not those of each image (https://github.com/verl-project/verl/issues/3469)."""
     module = make_module(tiny_vlm())
     [row] = make_rows(ImageProcessor(str(tiny_vlm())))[2:3]
     (first, one), (second, many) = row.image_spans[:2]
@@ -185,7 +183,7 @@ def test_ranks_may_share_a_sequence_with_images(tiny_vlm: TinyModel, kind: str) 
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_is_frozen_is_named_by_what_it_sees_or_by_patterns(tiny_vlm: TinyModel, kind: str) -> None:
+def test_frozen_modules_are_named_by_vision_or_by_patterns(tiny_vlm: TinyModel, kind: str) -> None:
     model = make_module(tiny_vlm(architecture=kind)).model
     freeze(model, ["vision", "model.language_model.layers.0", "*.embed_tokens"])
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -240,7 +238,7 @@ def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
     assert seen - module.work.flops == 2.0 * elements * (40 - blank)
 
 
-def test_what_is_frozen_stays_where_the_policy_computes_with_an_engines_weights(tiny_vlm: TinyModel) -> None:
+def test_frozen_weights_stay_in_an_in_place_policy(tiny_vlm: TinyModel) -> None:
     """In bfloat16, in which the frozen weights are kept as well; all are named, so that an engine gets them."""
     folder = tiny_vlm()
     settings = PolicyConfig(dtype="bfloat16", lr=1e-2, freeze=["vision"])
@@ -255,7 +253,7 @@ def test_what_is_frozen_stays_where_the_policy_computes_with_an_engines_weights(
     assert changed == policy.state_dict()["model"].keys()
 
 
-def test_the_plan_knows_of_encoders(tiny_vlm: TinyModel) -> None:
+def test_the_plan_counts_image_encoders(tiny_vlm: TinyModel) -> None:
     folder = tiny_vlm()
     config = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}})
     sizes = model_sizes(config, str(folder))
