@@ -186,7 +186,7 @@ def reference_varlen(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, begin_k: Tensor, longest: int, longest_k: int,
     *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
 ) -> Tensor:  # fmt: skip
-    """A second computation of `torch.nn.attention.varlen.varlen_attn`, by its documentation, in a loop over sequences."""
+    """A second computation of `torch.nn.attention.varlen.varlen_attn`, as documented, in a loop over sequences."""
     assert num_splits == 1  # with more, a sequence's result depends on the longest of its batch
     assert enable_gqa and torch.equal(begin, begin_k) and begin.dtype is torch.int32
     assert longest == longest_k == int(begin.diff().max()) and window_size[1] == 0
