@@ -50,8 +50,8 @@ class Received:
         kept = incoming[rank()] if incoming else output.numel() // world_size()
         self.bytes += (output.numel() - kept) * output.element_size()
 
-    def swap(self, message: list[Any], whom: int, group: Any) -> list[Any]:
-        reply = self._swap(message, whom, group)
+    def swap(self, message: list[Any], peer: int, group: Any) -> list[Any]:
+        reply = self._swap(message, peer, group)
         self.bytes += len(msgspec.msgpack.encode(reply))
         return reply
 
@@ -60,6 +60,7 @@ class Received:
         self.summed += tensor.numel() * tensor.element_size()
 
     def during(self, block: Callable[[], Any]) -> Any:
+        """Calls `block` with the counting collectives in place."""
         dispatched = {name: getattr(self, name) for name in ("all_to_all_single", "all_reduce")}
         with patch.multiple(dist, **dispatched), patch.object(ranks, "_swap", self.swap):
             return block()

@@ -55,6 +55,7 @@ def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
 
 
 def alternatives(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The forms that a part of a schema allows, with references resolved."""
     if "$ref" in part:
         target = schema
         for step in part["$ref"].removeprefix("#/").split("/"):

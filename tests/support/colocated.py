@@ -169,6 +169,7 @@ class Colocated:
         self._folder.cleanup()
 
     def complete(self, prompt: list[int], sampling: SamplingSettings, seed: int = 0) -> Generation:
+        """Samples an answer at the policy's version."""
         coroutine = self.leader.engine.complete(prompt, sampling, seed=seed, policy_version=self.policy.version)
         return self.leader.thread.run(coroutine, 60, "a test completion")
 

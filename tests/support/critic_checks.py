@@ -31,11 +31,13 @@ def make_reward_model(folder: Path, kind: str) -> Path:
 
 
 def make_critic(source: Path, **settings: Any) -> Critic:
+    """A critic in float32 whose gradients are not clipped."""
     settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
     return Critic(ModelConfig(path=str(source)), PolicyConfig(**settings), checks.CPU)
 
 
 def squared_error(batches: list[MicroBatch]) -> Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+    """A loss for critics: the mean squared distance of values from GOAL, over all ranks' trainable tokens."""
     tokens = all_reduce_sum({"n": float(sum(batch.loss_mask.sum() for batch in batches)) / checks.ways})["n"]
     return lambda batch, values: (
         (((values - GOAL) ** 2) * batch.loss_mask).sum() / tokens,

@@ -26,12 +26,14 @@ STAGES = (1, 2, 3)
 
 
 def zero_policy(folder: Path, stage: int, **settings: Any) -> DeepSpeedPolicy:
+    """A ZeRO policy in float32 whose gradients are not clipped."""
     settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
     config = PolicyConfig(backend="deepspeed", zero_stage=stage, **settings)  # type: ignore[arg-type]
     return DeepSpeedPolicy(ModelConfig(path=str(folder)), config, checks.CPU)
 
 
 def masters(policy: FsdpPolicy | DeepSpeedPolicy) -> dict[str, Tensor]:
+    """Copies of the whole master weights."""
     return {name: tensor.full_tensor().clone() for name, tensor in policy.state_dict()["model"].items()}
 
 
@@ -46,6 +48,7 @@ def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **setting
 
 
 def check_routed(folder: Path, stage: int) -> None:
+    """A mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
     from deepspeed.utils import safe_get_full_grad
 
     def gradients(policy: DeepSpeedPolicy, batches: Any, name: str) -> dict[str, Tensor]:
@@ -195,6 +198,8 @@ def storages() -> dict[int, int]:
 
 
 def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
+    """A policy that offloads its memory between updates makes the same updates, bit for bit."""
+
     def weights(policy: DeepSpeedPolicy) -> list[Tensor]:
         return [getattr(p, "ds_tensor", p) for _, p in policy.named_parameters()]
 

@@ -11,6 +11,7 @@ from generation.trajectory import Trajectory
 
 
 def wait_at(gate: Path) -> None:
+    """Waits until the file exists, and marks that it is waiting."""
     gate.with_suffix(".reached").touch()
     while not gate.exists():
         time.sleep(0.1)

@@ -18,6 +18,7 @@ from trainer.run import checkpoint
 
 
 def make_policy(folder: Path, shard_size: int | None = 2) -> FsdpPolicy:
+    """A policy with the settings of `three_steps`, in shards over `shard_size` ranks."""
     return checks.make_policy(checks.model_folder(folder), **three_steps.SETTINGS, shard_size=shard_size)
 
 

@@ -61,6 +61,7 @@ class Worker(extension.VllmInternalWorkerExtension):
 
     @classmethod
     def of(cls, model: SmallModel) -> "Worker":
+        """Wraps a small model."""
         config = SimpleNamespace(dtype=model.norm.dtype, model="of no folder", hf_config=None)
         ranks = SimpleNamespace(tensor_parallel_size=model.ranks)
         return cls(model, SimpleNamespace(model_config=config, parallel_config=ranks))
@@ -133,6 +134,7 @@ class InProcess:
         self.manager.connect()
 
     def sync(self, version: int) -> None:
+        """Sends the weights as this version."""
         self.manager.report = SyncReport(version)
         self.manager._sync()
 

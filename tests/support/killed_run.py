@@ -82,13 +82,13 @@ def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
 class Survivor:
     """A run under a supervisor, which restarts whatever is killed below it."""
 
-    def __init__(self, recipe: Path, ranks: int, name: str, restarts: int, **how: Any) -> None:
+    def __init__(self, recipe: Path, ranks: int, name: str, restarts: int, **run_options: Any) -> None:
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         os.environ["RESTARTS"] = str(restarts)
         try:
             most = ["--engine.restarts", str(restarts)]
-            self.run = Run(recipe, *most, ranks=ranks, name=name, phases=self.phases, **how)
+            self.run = Run(recipe, *most, ranks=ranks, name=name, phases=self.phases, **run_options)
         finally:
             del os.environ["RESTARTS"]
         self.lost: list[float] = []  # seconds that each kill has cost
@@ -157,17 +157,17 @@ def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[i
 
 
 def survived(
-    recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str, **how: Any
+    recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str, **run_options: Any
 ) -> list[str]:
-    """Everything that is wrong with a run that had to survive these kills by itself. `how` is passed to `Run`."""
+    """Lists all that is wrong with a run that had to survive these kills. `run_options` is passed to `Run`."""
     usual = [row["time/step"] for row in straight.rows() if "time/step" in row]
     began = time.monotonic()
-    survivor = Survivor(recipe, ranks, name, restarts=60, **how)
+    survivor = Survivor(recipe, ranks, name, restarts=60, **run_options)
     survivor.go_through(kills, sum(usual) / len(usual))
     failures = [] if survivor.run.wait(1200) == 0 else [survivor.run.output()]
     seconds = time.monotonic() - began
     survivor.run.assert_gone()
-    failures += [f"{survivor.missed} kills found nobody"] * (survivor.missed > 0)
+    failures += [f"{survivor.missed} kills came too late"] * (survivor.missed > 0)
     # A death in an update is often noticed a step later: the total includes that time, the single figures do not.
     print(json.dumps({"kills": len(kills), "whole, s": round(seconds), "each": [round(s, 1) for s in survivor.lost]}))
     return failures + unequal(straight, survivor.run)
@@ -176,8 +176,8 @@ def survived(
 class DisturbedRun:
     """A run that is started again as often as its recipe takes."""
 
-    def __init__(self, recipe: Path, ranks: int, name: str, **how: Any) -> None:
-        self.recipe, self.ranks, self.name, self.how = recipe, ranks, name, how
+    def __init__(self, recipe: Path, ranks: int, name: str, **run_options: Any) -> None:
+        self.recipe, self.ranks, self.name, self.run_options = recipe, ranks, name, run_options
         self.phases = recipe.parent / f"{name}-phases"
         self.phases.mkdir(exist_ok=True)
         self.failures: list[str] = []
@@ -188,7 +188,7 @@ class DisturbedRun:
     def start(self) -> None:
         for file in self.phases.iterdir():
             file.unlink()
-        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases, **self.how)
+        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases, **self.run_options)
         self.runs.append((self.ranks, self.run))
 
     def done_on(self, ranks: int) -> int:
@@ -227,7 +227,7 @@ class DisturbedRun:
                 break  # the start is over
             time.sleep(0.003)
         if wanted.moment in (*STARTS, "export"):
-            time.sleep(wanted.delay / (QUICKER if "preloaded" in self.how and wanted.moment in STARTS else 1))
+            time.sleep(wanted.delay / (QUICKER if "preloaded" in self.run_options and wanted.moment in STARTS else 1))
 
     def hit(self, wanted: Disturbance, victim: psutil.Process) -> str:
         """Sends the signal, within a step as soon as the moment recurs; returns the moment in which it was sent."""
@@ -346,13 +346,13 @@ def disturbed(
     seed: int,
     name: str = "broken",
     then: int = 0,
-    **how: Any,
+    **run_options: Any,
 ) -> DisturbedRun:
     """Sends all signals that were drawn, the second half of them on `then` ranks, and waits for the end.
 
-    `how` is passed to `Run`.
+    `run_options` is passed to `Run`.
     """
-    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name, **how)
+    dice, run = random.Random(seed), DisturbedRun(recipe, ranks, name, **run_options)
     half = (len(drawn) + 1) // 2
     for number in range(1, len(drawn) + 1):
         run.ranks = then if then and number >= half else ranks  # for the next start

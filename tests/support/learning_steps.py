@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 
 def make_config(**sections: dict[str, Any]) -> TrainConfig:
+    """A configuration with these sections, and with placeholders for model and data."""
     return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
 
 
@@ -88,6 +89,7 @@ class _Table:
         self.table, self.rate = 0.5 * noise.double(), rate
 
     def descend(self, batches: list[MicroBatch], loss_of: Callable[[Tensor, MicroBatch], Any]) -> UpdateStats:
+        """Makes a step of gradient descent on the loss summed over micro-batches and ranks."""
         table = self.table.clone().requires_grad_()
         totals: dict[str, float] = {"loss": 0.0}
         for batch in batches:
@@ -167,13 +169,13 @@ class _ThreadedRanks:
     def get_world_size(self) -> int:
         return self._count
 
-    def send(self, tensors: list[Tensor], whom: int, tag: int) -> Any:
-        self._posted[self.get_rank()][whom].put(tensors[0].clone())
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self._posted[self.get_rank()][peer].put(tensors[0].clone())
         return SimpleNamespace(wait=lambda: None)
 
-    def recv(self, tensors: list[Tensor], whom: int, tag: int) -> Any:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         def wait() -> None:
-            tensor = self._posted[whom][self.get_rank()].get(timeout=120)
+            tensor = self._posted[peer][self.get_rank()].get(timeout=120)
             if tensor is None:
                 raise EOFError
             tensors[0].copy_(tensor)

@@ -29,6 +29,7 @@ RATE, DECAY = 1e-3, 0.1
 
 
 def lora_policy(source: Path, backend: str, targets: Any = "all-linear") -> Policy:
+    """A policy with adapters under this backend."""
     zero = {"backend": "deepspeed", "zero_stage": int(backend[-1])} if backend != "fsdp" else {}
     settings = PolicyConfig(dtype="float32", lr=RATE, weight_decay=DECAY, max_grad_norm=1e9, **zero)  # type: ignore[arg-type]
     return make_policy(
@@ -66,6 +67,7 @@ class Reference:
 
 
 def step(policy: Policy) -> None:
+    """Makes one update on all samples."""
     batches = checks.own_batches(checks.make_samples(), 60)
     policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
 
@@ -76,6 +78,7 @@ def held(policy: Policy) -> dict[str, Tensor]:
 
 
 def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Tensors have the same names, and are equal to 1e-5."""
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
         torch.testing.assert_close(tensor, wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

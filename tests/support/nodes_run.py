@@ -43,6 +43,7 @@ class NodesRun:
             self.start(node)
 
     def log(self, node: int) -> Path:
+        """The file with a node's output."""
         return self.recipe.parent / f"{self.name}-node{node}.log"
 
     def ends(self, node: int) -> int:

@@ -66,20 +66,25 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 
 
 def serving(leader: Leader, **settings: Any) -> Iterator[OpenAIServer]:
+    """Starts a server on the engine, yields it, and stops it."""
     server = leader.thread.run(OpenAIServer.start(leader.engine, ServerSettings(**settings)), 60, "starting a server")
     yield server
     leader.thread.run(server.stop(), 20, "stopping a server")
 
 
 def client(server: OpenAIServer, key: str = "none") -> openai.OpenAI:
+    """The official client of a server, without retries."""
     return openai.OpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=60)
 
 
 def root(server: OpenAIServer) -> str:
+    """The server's URL without the path of the API."""
     return server.base_url.removesuffix("/v1")
 
 
 def taken(server: OpenAIServer, leader: Leader, key: str) -> list[Trajectory]:
+    """Ends the capture of a key, and returns its trajectories."""
+
     async def take() -> list[Trajectory]:
         return server.take(key)
 
@@ -87,6 +92,8 @@ def taken(server: OpenAIServer, leader: Leader, key: str) -> list[Trajectory]:
 
 
 def opened(server: OpenAIServer, leader: Leader, **options: Any) -> str:
+    """Opens a trajectory on the server, and returns its key."""
+
     async def open_() -> str:
         return server.open(**options)
 
@@ -187,10 +194,12 @@ async def keeps_quiet_about_its_key(base_url: str, api_key: str, model: str, row
 
 
 def loses_its_key(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
+    """A client that sends a wrong key."""
     ask_once(base_url, "none", model, row)
 
 
 async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Any:
+    """A client whose reward is not a number."""
     await asyncio.to_thread(ask_once, base_url, api_key, model, row)
     return "good"
 
@@ -198,5 +207,6 @@ async def no_number(base_url: str, api_key: str, model: str, row: dict[str, Any]
 def send_all(
     server: OpenAIServer, requests: list[Request], headers: dict[str, str]
 ) -> list[tuple[Request, httpx.Response]]:
+    """Sends all requests, and returns each with its response."""
     with httpx.Client(base_url=root(server), timeout=60) as http:
         return [(r, http.request(r.method, r.path, content=r.body, headers=r.headers | headers)) for r in requests]

@@ -105,10 +105,12 @@ def make_models(folder: Path) -> Path:
 
 
 def model_folder(folder: Path, kind: str = "qwen2", tied: bool = True) -> Path:
+    """The folder of this model below `folder`."""
     return folder / f"{kind}_{'tied' if tied else 'untied'}"
 
 
 def make_policy(folder: Path, trainable: bool = True, **settings: Any) -> FsdpPolicy:
+    """A policy in float32 whose gradients are not clipped."""
     settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
     return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(**settings), CPU, trainable=trainable)
 
@@ -147,6 +149,7 @@ def plain_loss(model: PreTrainedModel, samples: list[Sample], name: str) -> Tens
 
 
 def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str, Tensor]:
+    """Gradients of `plain_loss` in plain Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     plain_loss(model, samples, name).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
@@ -188,14 +191,17 @@ def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], 
 
 
 def own_batches(samples: list[Sample], budget: int, packing: bool = False) -> list[MicroBatch]:
+    """Micro-batches of this rank's samples."""
     return micro_batches(own_samples(samples), budget, 0, CPU, packing=packing or ways > 1, ways=ways)
 
 
 def own_samples(samples: list[Sample]) -> list[Sample]:
+    """The samples that are dealt to this rank."""
     return [samples[i] for i in deal([len(s.input_ids) for s in samples], lambda length: length, ways)[rank()]]
 
 
 def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
+    """Copies of the whole weights."""
     return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
 
 
@@ -250,6 +256,7 @@ def check_sent(policy: Any) -> None:
 def check_gradients(
     folder: Path, kind: str, tied: bool, budget: int, name: str, packing: bool = False, **settings: Any
 ) -> None:
+    """Gradients of an update are those of plain Transformers in one process."""
     source, samples = model_folder(folder, kind, tied), make_samples()
     got = policy_gradients(make_policy(source, **settings), own_batches(samples, budget, packing), name)
     assert_gradients_equal(got, plain_gradients(source, samples, name))
@@ -417,6 +424,7 @@ def gathered(policy: Any) -> list[bytes]:
 
 
 def check_fsdp_shifts(folder: Path) -> None:
+    """Offloading between updates changes nothing under FSDP2."""
     check_shifts(
         lambda what: make_policy(model_folder(folder), offload=what),
         lambda policy: [p.to_local() for _, p in policy.named_parameters()],
@@ -496,6 +504,7 @@ def two_ranks(models: str, results: str) -> None:
 
 
 def three_ranks(models: str, results: str) -> None:
+    """Runs the check of uneven work on three ranks."""
     init_process_group(60, "cpu")
     _on_ranks({"uneven": lambda: check_uneven_work(Path(models))}, results)
 

@@ -80,6 +80,7 @@ def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy,
 
 
 def weights(model: Policy | Critic) -> list[Tensor]:
+    """Copies of this rank's part of the weights."""
     return [p.detach().to_local().clone() for _, p in model.named_parameters()]
 
 
@@ -94,4 +95,5 @@ def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def finite(rows: list[dict[str, float]]) -> bool:
+    """Tells whether all metrics are finite."""
     return all(torch.isfinite(torch.tensor(value)) for row in rows for value in row.values())

@@ -246,6 +246,7 @@ class Run:
             time.sleep(0.1)
 
     def kill_everything(self) -> None:
+        """Kills all processes of the run."""
         for process in self.processes():
             try:
                 process.send_signal(signal.SIGKILL)

@@ -85,6 +85,7 @@ class ScriptedEngine:
 
 
 def settings(group: int = 1, max_tokens: int = 1000) -> RolloutSettings:
+    """Settings of a rollout of `group` samples a prompt, at version 0."""
     return RolloutSettings(group, SamplingSettings(max_tokens), policy_version=0, seed=1, step=2)
 
 

@@ -162,6 +162,7 @@ def check_goes_on_alone(folder: Path) -> None:
 
 
 def transcripts(samples: list[Sample]) -> list[sft.Transcript]:
+    """The samples as rows of supervised fine-tuning."""
     return [sft.Transcript(**vars(sample)) for sample in samples]
 
 

@@ -12,6 +12,7 @@ OF_TESTS = ("sem.pytest-", "pytest_", *(["psm_"] if "PYTEST_XDIST_WORKER" in os.
 
 
 def files() -> set[Path]:
+    """The files in /dev/shm that are not of pytest's own processes."""
     return {file for file in FOLDER.iterdir() if not file.name.startswith(OF_TESTS)}
 
 

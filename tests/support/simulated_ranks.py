@@ -91,7 +91,7 @@ def ranks_without_others(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def same_message(message: Any, whom: int, group: Any) -> Any:
+def same_message(message: Any, peer: int, group: Any) -> Any:
     """Replaces `sharding.ranks._swap`: the other rank sends the same message."""
     return message
 

@@ -99,4 +99,5 @@ def update_and_look(
 
 
 def fsdp_gradient(parameter: Any) -> Tensor | None:
+    """The whole gradient of a sharded parameter."""
     return None if parameter.grad is None else parameter.grad.full_tensor()

@@ -77,25 +77,25 @@ def sample(
     tokenizer: Any,
     sampler: Any,
     batch: list[PromptText] | None = None,
-    how: RolloutSettings | None = None,
+    config: RolloutSettings | None = None,
     **limits: float,
 ) -> list[Trajectory]:
     """Runs a rollout by a sampler, in which every trajectory is scored once."""
-    how = how or settings()
-    batch = prompt_batch(PROMPTS, [0, 1], tokenizer, how.group_size) if batch is None else batch
+    config = config or settings()
+    batch = prompt_batch(PROMPTS, [0, 1], tokenizer, config.group_size) if batch is None else batch
     scored: list[Trajectory] = []
 
     async def score(trajectory: Trajectory) -> None:
         scored.append(trajectory)
 
-    work = sample_batch(leader.engine, tokenizer, sampler, batch, how, score, **limits)
+    work = sample_batch(leader.engine, tokenizer, sampler, batch, config, score, **limits)
     finished = leader.thread.run(work, SECONDS, "a rollout by a sampler")
     assert sorted(map(id, scored)) == sorted(map(id, finished))
     return finished
 
 
-def facade(leader: Leader, tokenizer: Any, how: RolloutSettings | None = None) -> SamplerLLM:
-    return SamplerLLM(leader.engine, tokenizer, how or settings(), leader.thread.loop, timeout=SECONDS)
+def facade(leader: Leader, tokenizer: Any, config: RolloutSettings | None = None) -> SamplerLLM:
+    return SamplerLLM(leader.engine, tokenizer, config or settings(), leader.thread.loop, timeout=SECONDS)
 
 
 def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: float = 1.0) -> None:
@@ -109,14 +109,14 @@ def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: f
 
 
 def test_one_shot_samples_the_tokens_of_the_default(leader: Leader, tokenizer: Any) -> None:
-    how = settings(group=3)
+    config = settings(group=3)
     waiting = [0, 1]
 
     async def ignore(trajectory: Trajectory) -> None: ...
 
-    default = rollout(leader.engine, PROMPTS, how, lambda: waiting.pop(0) if waiting else None, ignore)
+    default = rollout(leader.engine, PROMPTS, config, lambda: waiting.pop(0) if waiting else None, ignore)
     expected = sorted(leader.thread.run(default, SECONDS, "a rollout"), key=lambda t: (t.prompt_index, t.sample_index))
-    trajectories = sample(leader, tokenizer, OneShotRolloutSampler(), how=how)
+    trajectories = sample(leader, tokenizer, OneShotRolloutSampler(), config=config)
     assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
     assert [(t.prompt_index, t.sample_index) for t in trajectories] == [(p, s) for p in (0, 1) for s in range(3)]
     assert [t.finish_reason for t in trajectories] == [t.finish_reason for t in expected]
@@ -179,8 +179,8 @@ def test_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> N
             llm.chat = lambda messages, sampling_params, **options: plain(messages, scripts[: len(messages)], **options)
             return super().__call__(llm, prompts, sampling_params)
 
-    how = settings(max_tokens=80)
-    done = sample(leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), how)
+    config = settings(max_tokens=80)
+    done = sample(leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), config)
     replies = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in done]
     assert "42" in replies[0]
     assert "Error: Unknown function sub" in replies[1]
@@ -201,8 +201,8 @@ class TrlEnvironment:
 
 
 def test_an_environment_may_return_ids(leader: Leader, tokenizer: Any) -> None:
-    expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
-    trajectories = sample(leader, tokenizer, make_sampler(TrlEnvironment), how=settings(group=2))
+    expected = sample(leader, tokenizer, OneShotRolloutSampler(), config=settings(group=2))
+    trajectories = sample(leader, tokenizer, make_sampler(TrlEnvironment), config=settings(group=2))
     assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
 
 
@@ -219,9 +219,9 @@ def test_a_coroutine_may_prompt_with_texts_without_losing_exact_ids(
     leader: Leader, tokenizer: Any, model: Path
 ) -> None:
     """The tiny model samples bytes that are not text, which would change if they were decoded and encoded again."""
-    trajectories = sample(leader, tokenizer, Texts(), how=settings(group=4))
+    trajectories = sample(leader, tokenizer, Texts(), config=settings(group=4))
     assert_on_policy(model, trajectories)
-    once = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=4))
+    once = sample(leader, tokenizer, OneShotRolloutSampler(), config=settings(group=4))
     assert [t.turns for t in trajectories] == [2] * 8
     assert [t.response_ids[: len(o.response_ids)] for t, o in zip(trajectories, once, strict=True)] == [
         o.response_ids for o in once
@@ -313,7 +313,7 @@ def test_judging_calls_may_be_greedy_but_are_not_trained_on(leader: Leader, toke
     assert [t.turns for t in sample(leader, tokenizer, judged)] == [1, 1]
     with pytest.raises(ValueError, match=r"result 0 was not sampled as training asks: temperature is 0\.0"):
         sample(leader, tokenizer, greedy)
-    assert sample(leader, tokenizer, greedy, how=settings(temperature=0.0))  # evaluation may be greedy
+    assert sample(leader, tokenizer, greedy, config=settings(temperature=0.0))  # evaluation may be greedy
 
 
 def test_a_sampler_that_exceeds_its_time_is_abandoned(leader: Leader, tokenizer: Any) -> None:
@@ -403,16 +403,16 @@ def test_prompt_logprobs_are_complete_though_the_prefix_is_cached(leader: Leader
 
 
 def test_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokenizer: Any, model: Path) -> None:
-    how = settings(group=4, temperature=0.7)
-    assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), how=how), temperature=0.7)
+    config = settings(group=4, temperature=0.7)
+    assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), config=config), temperature=0.7)
 
 
 def test_a_module_samples_for_training_like_any_sampler(leader: Leader, tokenizer: Any) -> None:
     sizes = {"seq_length": 64, "max_new_tokens": 12}
-    expected = sample(leader, tokenizer, OneShotRolloutSampler(), how=settings(group=2))
+    expected = sample(leader, tokenizer, OneShotRolloutSampler(), config=settings(group=2))
     module = make_sampler(VLLMModule, {"model_args": sizes | {"temperature": 1.0, "n": 2}})
     for _ in range(2):
-        trajectories = sample(leader, tokenizer, module, how=settings(group=2))
+        trajectories = sample(leader, tokenizer, module, config=settings(group=2))
         assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
         texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd") for t in trajectories]
         assert [t.decoded for t in trajectories] == texts  # vLLM waits for a character's last byte
@@ -424,22 +424,24 @@ def test_a_module_samples_for_training_like_any_sampler(leader: Leader, tokenize
 
 def test_a_modules_stop_settings_apply_in_training(leader: Leader, tokenizer: Any) -> None:
     """Each hyper-parameter changes where an answer ends, compared with the same answers without it."""
-    how = settings(group=8, stop_token_ids=[2], max_tokens=40)
+    config = settings(group=8, stop_token_ids=[2], max_tokens=40)
     sizes = {"seq_length": 64, "max_new_tokens": 40}
-    plain = sample(leader, tokenizer, VLLMModule(sizes), how=how)
-    longer = sample(leader, tokenizer, VLLMModule(sizes | {"ignore_eos": True}), how=how)
+    plain = sample(leader, tokenizer, VLLMModule(sizes), config=config)
+    longer = sample(leader, tokenizer, VLLMModule(sizes | {"ignore_eos": True}), config=config)
     assert {len(t.response_ids) for t in longer} == {40}
     for one, other in zip(plain, longer, strict=True):
         assert other.response_ids[: len(one.response_ids)] == one.response_ids
     inner = [token for t in plain for token in t.response_ids[1:-1]]
     words = {token: tokenizer.decode([token]) for token in inner}
     token = next(token for token in inner if tokenizer.encode(words[token], add_special_tokens=False) == [token])
-    shorter = sample(leader, tokenizer, VLLMModule(sizes | {"stop_token_list": words[token]}), how=how)
+    shorter = sample(leader, tokenizer, VLLMModule(sizes | {"stop_token_list": words[token]}), config=config)
     for one, other in zip(plain, shorter, strict=True):
         assert other.response_ids == one.response_ids[: [*one.response_ids, token].index(token) + 1]
     assert sum(len(t.response_ids) for t in shorter) < sum(len(t.response_ids) for t in plain)
     evaluation = replace(settings(temperature=0.0), evaluation=True, step=-3)
-    assert sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}), how=evaluation)
+    assert sample(
+        leader, tokenizer, VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}), config=evaluation
+    )
 
 
 def test_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 
 
 def announce_phases(module: ModuleType) -> None:
+    """Has each rank write its phase whenever it changes."""
     enter = module.Watchdog._arm
 
     def announce(watchdog):
