@@ -182,7 +182,7 @@ def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -
 
 
 def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    """They differ by at most `tolerance` times the largest element, or times 1 if all are smaller."""
+    """Gradients differ by at most `tolerance` times the largest element, or times 1 if all are smaller."""
     assert got.keys() == expected.keys()
     tolerance *= max(1.0, *(float(g.abs().max()) for g in expected.values()))
     for name in expected:

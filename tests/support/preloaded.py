@@ -1,4 +1,4 @@
-"""Runs whose launcher and ranks are forked from a process that has imported everything, for tests of what they compute.
+"""Forks the launcher and the ranks of runs from a process that has imported everything, for tests of what runs compute.
 
 A rank imports for 10 s of CPU time, which would be most of a short run. Here a server has done it
 (`tests/support/forked.py`); the ranks of `launch.py` come from the same server.

@@ -1,4 +1,4 @@
-"""On one, two and four real ranks, each receives the tokens it trains on, and 32 bytes of every other answer."""
+"""Each of one, two or four real ranks receives the tokens it trains on, and 32 bytes of every other answer."""
 
 import json
 import math

@@ -81,7 +81,7 @@ def test_a_step_at_1e_6_moves_the_master_weights(failures: dict[str, str], stage
 
 @pytest.mark.parametrize("weights", ["whole", *(f"cut {kind} {tied}" for kind, tied in checks.KINDS)])
 def test_the_engine_is_sent_the_checkpoints_weights(failures: dict[str, str], weights: str) -> None:
-    """They are sent from ZeRO-1, where every rank has all of them, and from ZeRO-3."""
+    """Weights are sent from ZeRO-1, where every rank has all of them, and from ZeRO-3."""
     assert failures[f"sent {weights}"] == ""
 
 

@@ -78,7 +78,7 @@ def learn(
 
 
 def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(one_rank: None, models: Path) -> None:
-    """So the first update's log-probabilities are those from before it, bit for bit."""
+    """The first update's log-probabilities therefore equal those before it, bit for bit."""
     config = make_config(models, "recorded", algorithm={"num_iterations": 3})
     [(policy, metrics)] = learn(config, answers(routed=False))
     assert len(policy.seen) == 3 and all(routes is not None for routes in policy.seen[0])

@@ -190,7 +190,7 @@ def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: P
 
 
 def test_checkpoint_views_of_fused_experts_go_expert_by_expert(models: Path) -> None:
-    """In each expert, gate is before up; the views equal slices of a real tensor."""
+    """The gate of each expert is before its up projection; the views equal slices of a real tensor."""
     source = checks.model_folder(models, "qwen3_moe", False)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     stored = load_file(source / "model.safetensors")

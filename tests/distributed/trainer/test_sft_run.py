@@ -75,7 +75,7 @@ def test_the_result_opens_in_plain_transformers(trained: Path) -> None:
 
 
 def test_a_resumed_warm_start_ends_with_the_weights_of_an_undisturbed_one(trained: Path) -> None:
-    """It resumes from the checkpoint of step 30, in another folder, on one rank."""
+    """The run resumes from the checkpoint of step 30, in another folder, on one rank."""
     start = trained / "runs" / "on_1" / "checkpoints" / "step_30"
     output = run_ranks(train, 1, timeout=120, arguments=[str(trained), "resumed", str(start)])
     assert f"resuming from {start}, after step 30" in output

@@ -123,7 +123,7 @@ def test_a_sampled_image_token_is_not_taken_for_an_image(vlm: ImageEngine) -> No
 
 
 def test_answers_to_images_are_the_same_in_slices(vlm: ImageEngine) -> None:
-    """They are equal bit for bit at temperature 1: an answer that continues has its images again."""
+    """Answers are equal bit for bit at temperature 1: one that continues has its images again."""
     sampled = {"sampling": SamplingSettings(max_tokens=12)}
     requests = []
     for count, parts in enumerate([["what?"], ["", "what?"], ["last ", "", ""]]):

@@ -380,7 +380,7 @@ def test_refusals_by_other_interfaces_use_their_names_of_settings(
 
 
 def test_metrics_need_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
-    """They cover all trajectories, and a trajectory's key opens only its own."""
+    """Metrics cover all trajectories, and a trajectory's key opens only its own."""
     key = opened(free, leader)
     client(free, key).completions.create(model="policy", prompt="?", max_tokens=1)
     for bearer, status in (("secret", 200), (key, 401), ("no", 401)):
@@ -871,7 +871,7 @@ def answered(connection: socket.socket) -> bool:
 
 
 def test_missing_headers_time_out_only_their_own_connection(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for headers of a second request, and for headers that come byte by byte.
+    """Headers of a second request time out as well, and headers that come byte by byte.
 
     Idle connections between two requests, and slow bodies or answers, are not closed.
     """

@@ -97,7 +97,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [20, 120])
 def test_rows_are_those_of_a_prefill_whether_cached_preempted_or_not(leader: Leader, length: int) -> None:
-    """This holds for 16 answers to four prompts, and for a second round, whose prompts are in the cache."""
+    """There are 16 answers to four prompts, and a second round, whose prompts are in the cache."""
     prompts = [random_prompt(length, seed // 4) for seed in range(16)]
     forget(leader)
     PREEMPTED.clear()

@@ -159,7 +159,7 @@ def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
 
 
 def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> None:
-    """It ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
+    """An answer ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
     leader, small = leaders["float32"], leaders["no cache"]
     long = next(one for one in uncut(leader) if len(one.token_ids) == 80)
     stop_at = next(i for i in range(5, 80) if long.token_ids[i] not in long.token_ids[:i])

@@ -39,7 +39,7 @@ PROMPT = [14, 50, 77, 120, 9]
 
 @pytest.mark.parametrize(("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS])
 def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: bool, tmp_path: Path) -> None:
-    """This holds for weights replaced in place, and for packed ones, which vLLM reloads layer by layer."""
+    """Weights are replaced in place, or packed, in which case vLLM reloads them layer by layer."""
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
     greedy = [synced(folder, architecture, plain, tmp_path / "trained") for plain in (True, False)]
     _copy_tokenizer(folder, tmp_path / "trained")

@@ -238,7 +238,7 @@ def server(leader: Leader) -> Iterator[OpenAIServer]:
 
 
 def test_a_request_names_processors_of_the_recipe(leader: Leader, server: OpenAIServer) -> None:
-    """They apply to that request only, in every interface, also in training; other processors are refused."""
+    """Processors apply to that request only, in every interface, also in training; unknown ones are refused."""
     asked: dict[str, Any] = {"model": "policy", "messages": QUESTION, "max_tokens": 4}
 
     def answered(named: Any) -> list[int]:

@@ -161,7 +161,7 @@ def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
 
 
 def test_the_printed_configurations_run(model: Path) -> None:
-    """They generate from token ids only, on two workers of one engine."""
+    """An engine of two workers generates from token ids only."""
     config = yaml.safe_load(CONFIGURATION)["generation"]
     distributed = yaml.safe_load(DISTRIBUTED)["generation"]
     config |= distributed | {"model_name": str(model), "vllm_cfg": config["vllm_cfg"] | distributed["vllm_cfg"]}
