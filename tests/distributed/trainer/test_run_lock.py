@@ -120,7 +120,7 @@ def test_the_lock_is_free_only_when_nothing_is_left_of_the_run(ranks: StartRank,
     assert "waiting up to 30 s" in second.line()
     os.kill(pid, signal.SIGKILL)  # its child has two seconds to end, and stays
     second.takes_it()
-    assert psutil.wait_procs(family, timeout=0)[1] == []  # the launcher may not have asked for the outer's end
+    assert psutil.wait_procs(family, timeout=0)[1] == []  # until the launcher waits, the outer guardian is a zombie
 
 
 @pytest.mark.parametrize("last", [0, 1])

@@ -53,7 +53,7 @@ def service(model: Path) -> Iterator[AsyncVLLM]:
 def engine_processes() -> list[psutil.Process]:
     """The engines' processes below this one."""
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    helpers = ("resource_tracker", "forkserver")  # of this process's own multiprocessing
+    helpers = ("resource_tracker", "forkserver")  # helpers of this process's own multiprocessing
     engines = [p for p in children if p.pid != forkserver._server._forkserver_pid]
     return [p for p in engines if not any(helper in " ".join(p.cmdline()) for helper in helpers)]
 
