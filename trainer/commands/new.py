@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write recipe.yaml, reward.py and data.jsonl to a folder. The recipe can be trained at once, and all three are "
         "meant to be changed. Without --model a tiny model is made, too, which trains on two CPU cores in a minute."
     )
-    parser.add_argument("folder", type=Path, help="where; it may exist, the files may not")
+    parser.add_argument("folder", type=Path, help="folder for the files; it may exist, but not the files")
     parser.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
 
 

@@ -98,7 +98,7 @@ RatioLevel = Annotated[str, OneOf(LEVELS)]
 class AlgorithmConfig(Section):
     """The algorithm that turns rewards into a loss. A preset sets keys as its paper does; keys set beside it win."""
 
-    preset: Annotated[str, OneOf(PRESETS)] | None = key(None, "paper whose choices are the defaults; null: those below")
+    preset: Annotated[str, OneOf(PRESETS)] | None = key(None, "paper whose choices are the defaults; null: as below")
     group_size: Size = key(8, "answers per prompt; 1 only if answers are not compared")
     num_iterations: Size = key(1, "passes over each step's batch")
 

@@ -247,7 +247,7 @@ class PolicyConfig(Section):
     max_grad_norm: Positive = key(1.0, "largest global gradient norm; gradients beyond it are scaled down to it")
     activation_checkpointing: Literal["none", "every_second", "full"] = key(
         "none", "layers whose activations are recomputed in backward, which saves memory and costs time",
-        none="none; also false", every_second="every second one", full="all; also true",
+        none="no layers; also false", every_second="every second layer", full="all layers; also true",
     )  # fmt: skip
     max_skipped_steps: Count = key(3, "number of non-finite updates in a row that ends the run")
     compile: bool = key(False, "torch.compile for norms and MLPs; fsdp only; the first steps take a minute")
