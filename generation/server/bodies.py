@@ -201,8 +201,8 @@ def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
     return wanted | {"messages": first, "add_generation_prompt": False, "chat_template_kwargs": kwargs}
 
 
-class Answer:
-    """vLLM's answer to one call, completed and sent on. `kept` takes responses that others may continue."""
+class AnswerSender:
+    """A sender of vLLM's answer to one call, which it completes; `kept` takes responses that others may continue."""
 
     def __init__(self, request: Request, send: Send, call: Call, kept: Responses, previous: str | None) -> None:
         self._request, self._send, self._call, self._kept, self._previous = request, send, call, kept, previous

@@ -21,7 +21,7 @@ from generation.engine.logits import REQUESTED, requested
 from generation.exact_ids import KnownPrefix
 from generation.loopback import foreign_host
 from generation.server import bodies
-from generation.server.bodies import Answer, Body, Limits
+from generation.server.bodies import AnswerSender, Body, Limits
 from generation.server.conversations import CURRENT, FIGURES, STUMBLES, Call, Conversations, Refused, ServerSettings
 from generation.server.dialects import MESSAGES, RESPONSES
 from generation.server.served_engine import check_ready
@@ -163,7 +163,7 @@ class Gate:
             """The body, and then whatever else comes from the client."""
             return waiting.pop() if waiting else await request.receive()
 
-        answer = Answer(request, send, call, kept, previous)
+        answer = AnswerSender(request, send, call, kept, previous)
         token = CURRENT.set(call if generates else None)
         error = None
         try:
