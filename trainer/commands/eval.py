@@ -47,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     parser.add_argument("recipe", nargs="?", type=Path, help="YAML file (default: the recipe of the run)")
-    parser.add_argument(
-        "--output", type=Path, help="results folder (default: MODEL/eval for a run, else runs/eval/MODEL)"
-    )
+    parser.add_argument("--output", type=Path, help="output folder (default: MODEL/eval for a run, or runs/eval/MODEL)")
 
 
 def main(arguments: argparse.Namespace) -> int:
