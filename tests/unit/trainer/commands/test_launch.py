@@ -1,4 +1,4 @@
-"""The commands with which `hotbunk train` starts ranks, printed by a stub in the place of Python."""
+"""`hotbunk train` and `hotbunk sft` in processes whose Python is a stub that prints its arguments."""
 
 import os
 import signal
