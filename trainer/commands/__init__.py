@@ -1,1 +1,1 @@
-"""The commands of `hotbunk` beside `train`."""
+"""The commands of `hotbunk`, and the start of the ranks of `train` and `sft`."""
