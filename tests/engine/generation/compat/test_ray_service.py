@@ -60,7 +60,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # Files that a killed actor leaves can then be distinguished from a run's (tests/support/shared_memory.py).
         workers = {"worker_process_setup_hook": semaphore_names(), "py_executable": shlex.join(forked.PYTHON)}
         workers |= {"env_vars": {forked.ENGINES: "1"}}
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=workers)
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env=workers,
+        )
         yield
         ray.shutdown()
 
