@@ -1,6 +1,6 @@
 """The CUDA side: CuMem sleep, IPC handles, device memory. Skipped without a GPU.
 
-It has run on the GPU in software (tests/softgpu), and on no real one yet.
+The first test has run on an H100, all have on the GPU in software (docs/state-of-testing.md).
 """
 
 from collections.abc import Iterator
