@@ -18,6 +18,8 @@ KEYS = {
     f"{section}.{key}" for section, field in TrainConfig.model_fields.items() for key in field.annotation.model_fields
 }
 MISTAKES = {"policy.learning_rate", "sampling.top_p"}  # quoted from the sentences that refuse them
+PEERS = {"adv_estimator", "filter_groups", "rollout_correction", "use_kl_in_reward"}  # of verl's algorithm section
+PEERS |= {"train_files", "val_files", "train_batch_size", "max_prompt_length", "max_response_length"}  # of verl's data
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -64,13 +66,14 @@ def test_every_path_into_the_repository_exists(page: Path) -> None:
 @pages
 def test_every_key_of_a_recipe_is_known(page: Path) -> None:
     """Keys in prose and flags (section.key), and those of recipes."""
-    text = current(page)
+    text = "" if page.name == "python.md" else current(page)  # whose dots are those of attributes
     used = set(re.findall(rf"(?<![\w./])((?:{SECTIONS})\.[a-z_]+)\b(?!\(|\.\w)", text))
     used -= {name for name in used if name.endswith((".py", ".md", ".png", ".json", ".jsonl"))}
     for language, block in FENCE.findall(text):
         recipe = yaml.safe_load(block) if language == "yaml" else {}
         used |= {f"{section}.{key}" for section in recipe for key in recipe[section]}
-    assert used - KEYS <= MISTAKES
+    peers = {name for name in used if page.name == "migration.md" and name.partition(".")[2] in PEERS}
+    assert used - KEYS - peers <= MISTAKES
 
 
 @pages

@@ -146,10 +146,10 @@ class AlgorithmConfig(Section):
     )
     high_entropy_share: Portion = key(1.0, "share of tokens, by highest entropy, that the policy loss counts")
 
-    tis_cap: Positive | None = key(2.0, "cap of the importance weight trainer/engine; null: no correction")
-    tis_level: RatioLevel = key("token", "level of the importance weight trainer/engine")
+    tis_cap: Positive | None = key(2.0, "cap of the importance weight of trainer to engine; null: no correction")
+    tis_level: RatioLevel = key("token", "level of the importance weight of trainer to engine")
     keep_band: tuple[NotNegative, Positive] | None = key(
-        None, "ratios trainer/engine at which tokens or answers are kept, such as [0.5, 5]; null: at all ratios"
+        None, "ratios of trainer to engine at which tokens or answers are kept, such as [0.5, 5]; null: at all ratios"
     )
     keep_level: RatioLevel = key("token", "level of the ratio that keep_band bounds; token: IcePop")
     stale_threshold: Positive | None = key(
