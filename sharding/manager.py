@@ -30,7 +30,7 @@ from sharding.wire.staging import device_id, return_free_pages
 class ShardingManager:
     """Keeps the engine group's weights at the policy's version, and its memory out of the trainer's way.
     Construct and `connect` it on every rank; only leaders pass a `leader`.
-    `report`: on the latest sync.
+    `report` is about the latest sync.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ShardingManager:
         adapter: AdapterFormat | None = None,
         way: Way | None = None,
     ) -> None:
-        """`way`: how the bytes of weights get to the workers; through staging buffers by default."""
+        """Listen for the workers. `way` brings the weights to them; the default goes through staging buffers."""
         self._device, self._timeout = device, settings.timeout
         self._group_size, self._leader, self._adapter = tensor_parallel_size, leader, adapter
         self._device_id = device_id(device, rank() % tensor_parallel_size)
@@ -57,11 +57,11 @@ class ShardingManager:
         self.report = SyncReport(version=-1)
 
     def _listen(self) -> Listener:
-        """A fresh address each time, so that messages of an earlier worker cannot arrive."""
+        """Listen at an address that was never used before, so that messages of an earlier worker cannot arrive."""
         return Listener(self._folder, f"weights-{rank()}-{next(self._connections)}")
 
     def endpoints(self) -> list[dict[str, list[str]]]:
-        """Addresses and secrets of the ranks, by device, for each engine group. Collective."""
+        """Return for each engine group the addresses and secrets of its ranks, by device. Collective."""
         mine = {"device_id": self._device_id, "endpoint": self._channel.endpoint, "secret": self._channel.secret}
         ranks, size = exchange(mine), self._group_size
         groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
@@ -69,7 +69,7 @@ class ShardingManager:
 
     def connect(self, calls: Sequence[Any] = ()) -> None:
         """Pair every rank with the worker on its device. Collective; engines must be running.
-        `calls`: of engines without a leader, on the rank that holds them: those of their `connect_ipc(endpoints)`.
+        `calls`: the running `connect_ipc(endpoints)` of engines without a leader, on the rank that holds them.
         """
         endpoints, reader = self.endpoints()[rank() // self._group_size], self._way.reader
         self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints, reader))
@@ -85,27 +85,27 @@ class ShardingManager:
         self._broken = False
 
     def _call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Leaders: start a method of the extension on all workers of the engine; their outcomes, or its error."""
+        """Start a method of the extension on all workers of the leader's engine; the future has their outcomes."""
         assert self._leader is not None
         return self._leader.thread.submit(self._leader.engine.ask_workers(method, *arguments))
 
     @contextmanager
-    def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
+    def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
         """Inside, the engines are awake at `policy.version`; afterwards they sleep and the memory is the trainer's.
         When the body raises, nothing more is asked of the engines: the ranks may be out of step, and the run ends.
         """
-        self.wake(policy, *others)
+        self.wake(policy, *tenants)
         yield
         self.sleep()
 
-    def wake(self, policy: VersionedPolicy, *others: Tenant) -> None:
-        """Weights mapped, brought to `policy.version` and verified, then the KV cache mapped: in this order.
+    def wake(self, policy: VersionedPolicy, *tenants: Tenant) -> None:
+        """Map the weights, bring them to `policy.version`, verify them, and then map the KV cache, in this order.
         The trainer makes room first, and the policy's own weights go once the engine has them.
         """
         self.report = SyncReport(policy.version)
-        self._tenants = [policy, *others]
+        self._tenants = [policy, *tenants]
         self._make_room(policy, weights=False)
-        self._make_room(*others, weights=True)
+        self._make_room(*tenants, weights=True)
         with self._timed("wake"):
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
         with self._timed("sync"):
@@ -124,8 +124,8 @@ class ShardingManager:
             self.report.verified = "probe"
 
     def sleep(self) -> None:
-        """Engines asleep, their memory given back, and what the trainer had put away in its place.
-        A base that no sync brings is kept in the host's memory, and shared weights where they are.
+        """Put the engines to sleep, and have the trainer take the memory that it had given back.
+        Base weights that no sync brings are kept in the host's memory, and shared weights where they are.
         """
         with self._timed("sleep"):
             self._sleep_engines()
@@ -134,7 +134,7 @@ class ShardingManager:
                 tenant.restore()
 
     def _sleep_engines(self) -> None:
-        """Those that are awake, or half awake."""
+        """Put the engines that are awake, or half awake, to sleep."""
         level = 2 if self._adapter is None and not self._way.shares else 1
 
         async def sleep(engine: Engine) -> None:
@@ -144,7 +144,7 @@ class ShardingManager:
         self._lead("putting the engine to sleep", sleep)
 
     def restart(self, start: Callable[[], None], *tenants: Tenant) -> None:
-        """After a failure that has ended engines, which are closed: `start` starts those of this rank; then all sleep.
+        """Start engines again after a failure that has ended them: `start` starts those of this rank; then all sleep.
 
         Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures what is free, and
         asserts that none is freed while it starts (https://github.com/vllm-project/vllm/issues/56830). All ranks and
@@ -190,7 +190,7 @@ class ShardingManager:
 
     def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
         """Bring engines without a leader to `version`, and verify it, once their weights' memory is awake. Collective.
-        `calls`: on the rank that holds them, those of their `update_weights_via_ipc_zmq`, which run already.
+        `calls`: their `update_weights_via_ipc_zmq`, which run already, on the rank that holds them.
         Raises RemoteError: on all ranks, naming the worker and the weight. The engines hold no version until the next
         complete update.
         """
@@ -206,7 +206,7 @@ class ShardingManager:
 
     def _sync(self, calls: "list[Future[Any]] | None" = None) -> None:
         """Bring the workers to the version of the report.
-        `calls`: those that take the update, where the leader is not to start one.
+        `calls`: the engines' calls that take the update; with None the leader starts one.
         """
         if self._broken:
             self._connect_way()
@@ -227,7 +227,7 @@ class ShardingManager:
             self._note_outcomes(*results)
 
     def _give_up(self, calls: "list[Future[Any]]") -> None:
-        """After an update that broke off: the engine stays without a version until a complete one."""
+        """Leave the engine without a version until the next complete update."""
         self._broken = True
         wait(calls, ABORT_SECONDS)
         for call in calls:
@@ -236,15 +236,17 @@ class ShardingManager:
             self._leader.engine.state.fail_sync()
 
     def _note_outcomes(self, outcomes: list[dict[str, Any]]) -> None:
-        """What the workers of this leader's engine say of single weights."""
-        known = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
-        self.report.unreplayable = {name: why for weights in known for name, why in weights.items()} if known else None
+        """Note in the report what the workers of this leader's engine say about single weights."""
+        reasons = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
+        self.report.unreplayable = (
+            {name: why for weights in reasons for name, why in weights.items()} if reasons else None
+        )
         left_out = [set(outcome.get("left_out", [])) for outcome in outcomes]
         self.report.left_out = sorted(set.intersection(*left_out)) if left_out else []
 
 
 def _raise_if_dead(calls: "list[Future[Any]]") -> None:
-    """Called while waiting for a worker: a call that ended early means that the engine, or its worker, is gone."""
+    """Raise SyncError if a call has ended early, which means that the engine, or its worker, is gone."""
     for error in (call.exception() for call in calls if call.done()):
-        if error is not None and not isinstance(error, WorkerError):  # what a worker complains of, it tells its rank
+        if error is not None and not isinstance(error, WorkerError):  # a worker reports its own errors to its rank
             raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error

@@ -232,7 +232,7 @@ def _ended_ranks() -> list[tuple[int, int]]:
 
 
 def machine() -> str:
-    """The same for all processes that see each other under the same numbers."""
+    """Name this machine: equal for all processes that see one another under the same process numbers."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -272,13 +272,13 @@ _Rows = list[list[float]]  # values in the order of their sorted keys
 
 
 def _columns(values: dict[str, float], join: Callable[[_Rows, _Rows], _Rows]) -> dict[str, tuple[float, ...]]:
-    """For each key, what is left of all ranks' values, in rank order, where `join` takes two runs of neighbours'."""
+    """Return for each key all ranks' values in rank order, after `join` has combined those of neighbouring ranks."""
 
     def merge(lower: Any, higher: Any) -> Any:
         who, keys, rows, wrong = lower
-        other, others, more, wrong_there = higher
-        if not (wrong := wrong or wrong_there) and keys != others:
-            different = sorted(set(keys) ^ set(others))
+        other, other_keys, more, wrong_there = higher
+        if not (wrong := wrong or wrong_there) and keys != other_keys:
+            different = sorted(set(keys) ^ set(other_keys))
             wrong = f"ranks {who} and {other} reduce different values; only one of them has {different}"
         return [who, keys, [] if wrong else join(rows, more), wrong]
 

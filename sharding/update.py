@@ -39,7 +39,7 @@ class Update:
         adapter: AdapterFormat | None = None,
         keep_buffers: bool = False,
     ) -> None:
-        """`adapter`: weights are the factors of one. `keep_buffers`: from one update to the next that needs them."""
+        """`adapter`: weights are the factors of one. `keep_buffers`: keep the buffers between updates."""
         self.settings = settings
         self._way, self._adapter, self._keep_buffers = way, adapter, keep_buffers
         self._stamps = itertools.count(1)
@@ -75,7 +75,7 @@ class Update:
             raise
 
     def _announce(self, verify: dict[str, Any]) -> list[dict[str, Any]]:
-        """Say what will come. By worker its terms:
+        """Announce the update. Returns the terms of each worker:
 
         `plain`: it keeps weights as they are sent, so that they can be compared; `views`: what it reads of the weights
         to `verify`; `whole`: weights that have to arrive whole, None: all; `records`: it notes down in this update what
@@ -88,23 +88,23 @@ class Update:
         return self.workers.collect()
 
     def post(self, kind: str, **fields: Any) -> None:
-        """See `Transfer`."""
+        """Send this rank's workers a message."""
         self.workers.post(kind, **fields)
 
     def needed_whole(self) -> set[str] | None:
-        """See `Transfer`."""
-        asked = [whole for of_rank in exchange([term["whole"] for term in self._terms]) for whole in of_rank]
+        """Return the weights that the loaders of some worker need whole; None: all. Collective."""
+        asked = [names for of_rank in exchange([term["whole"] for term in self._terms]) for names in of_rank]
         return None if None in asked else set().union(*asked)
 
     def push_all(self) -> None:
-        """See `Transfer`."""
+        """Bring every parameter through buckets. Collective."""
         larger = any(parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters)
         cuts = larger and self._way.cuts and self._repeatable  # alike on all ranks
         self.push(self.parameters, self.needed_whole() if cuts else None)
 
-    def push(self, parameters: list[SourceParameter], whole: Collection[str] | None) -> None:
-        """See `Transfer`."""
-        plan = BucketPlan(parameters, self.settings.bucket_bytes, whole)
+    def push(self, parameters: list[SourceParameter], unsplit: Collection[str] | None) -> None:
+        """Bring these parameters through buckets, as `Transfer.push` says. Collective."""
+        plan = BucketPlan(parameters, self.settings.bucket_bytes, unsplit)
         with agreed("preparing the buffers"):
             self._way.begin(self.report.version, plan, self.workers.error is None)
         self._capacity, self.report.staging_bytes = plan.capacity, BUFFERS * plan.capacity

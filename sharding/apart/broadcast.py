@@ -42,7 +42,7 @@ class Broadcast(Way):
     """The group of rank 0 and all workers, and buckets broadcast in it. See `Way`.
     Workers join by themselves, see `meet`.
     `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
-    `store`: on rank 0, of a group that stands or is forming.
+    `store`: the store of a group that stands or is forming, on rank 0.
     `lost`: why there is no group.
     """
 
@@ -51,7 +51,7 @@ class Broadcast(Way):
     def __init__(
         self, device: torch.device, workers: int, timeout: float, ip: str = "127.0.0.1", port: int = 0
     ) -> None:
-        """For so many workers, all engines together; loopback, and a free port, unless told otherwise."""
+        """`workers` is their number in all engines together. The default address is loopback, with a free port."""
         self.buffers: list[torch.Tensor] = []
         self.world_size, _ = engine_ranks(1, workers)
         self.ip, self.port = ip, port
@@ -102,11 +102,11 @@ class Broadcast(Way):
             raise SyncError(f"weights rank {number} is on {member['device']}, the trainer on {self._device.type}")
         # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html: a device can have one rank
         if self._device.type == "cuda":
-            own = str(torch.cuda.get_device_properties(self._device).uuid)
-            if member["device_id"] == own:
+            device_uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            if member["device_id"] == device_uuid:
                 raise SyncError(
-                    f"weights rank {number} shares the trainer's GPU {own}, and NCCL cannot join two processes on one: "
-                    "send staged weights there"
+                    f"weights rank {number} shares the trainer's GPU {device_uuid}, and NCCL cannot join two "
+                    "processes on one: send staged weights there"
                 )
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
@@ -126,7 +126,7 @@ class Broadcast(Way):
         return {"capacity": self.buffers[0].nbytes}
 
     def wait(self, buffer: int) -> None:
-        """See `Way`. Raises GroupError: a member was lost, or gave up."""
+        """Wait for the broadcast of a buffer to end. Raises GroupError: a member was lost, or gave up."""
         if self._group is not None and (work := self._works.pop(buffer, None)) is not None:
             self._group.wait(work, "broadcast of a bucket")
 
@@ -141,13 +141,13 @@ class Broadcast(Way):
         self._group.broadcast(tensor.detach().to(self._device).contiguous(), "broadcast of a weight")
 
     def finish(self, release: bool) -> None:
-        """See `Way`. Raises GroupError: a broadcast does not end, in an update that broke off."""
+        """Wait for all broadcasts. Raises GroupError: one of them does not end, in an update that broke off."""
         for buffer in [*self._works]:
             self.wait(buffer)
         self.buffers = []
 
     def abort(self, reason: str) -> None:
-        """See `Way`. The group ends, since its members may be in different broadcasts; its store says why."""
+        """End the group, since its members may be in different broadcasts; its store says why."""
         self.lost, self.buffers = self.lost if self._group is None else reason, []
         self._works.clear()
         if self.store is not None:

@@ -85,7 +85,7 @@ class EnginesApart:
         self.then: Callable[[], None] | None = None
 
     @contextmanager
-    def generation_shift(self, policy: VersionedPolicy, *others: Tenant) -> Iterator[None]:
+    def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
         """Inside, orders (`begin`) bring this policy's weights. There is nothing to make room for."""
         self._policy, self.report = policy, SyncReport(policy.version)
         yield
@@ -139,7 +139,7 @@ class EnginesApart:
         return sender
 
     def _calls(self) -> list[Any]:
-        """What all engines are asked for next."""
+        """Return the pending calls of all engines, for what they are asked next."""
         return [PendingCall(line, n, self._timeout) for line, n in zip(self._lines, self._ranks, strict=False)]
 
     def _hear(self, kind: str) -> list[dict[str, Any]]:
@@ -212,8 +212,8 @@ class TrainersApart:
         return True
 
     def _members(self) -> dict[str, Any]:
-        """Whether workers have `joined` since the last call, or gone, how many `workers` this rank has, and whether its
-        engines are `replaceable`; `reached_from`: a machine that they reach, where they are on several.
+        """Describe the workers of this rank: whether some have `joined` or gone since the last call, how many `workers`
+        there are, whether its engines are `replaceable`, and `reached_from`, an address that all of them can reach.
         """
         if self._replicas is None or self._leader is None:
             joined, self._joined = not self._joined, True

@@ -38,7 +38,7 @@ class Storage(Way):
         self._content: dict[str, Any] = {}
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
-        """See `Way`. Raises TimeoutError: the slot that is to be written is still being read."""
+        """Open and lock the free slot. Raises TimeoutError: a reader still has it."""
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() != 0:
             return
@@ -52,7 +52,7 @@ class Storage(Way):
         self._content = {"format": FORMAT, "version": version, "slot": self._slot, "weights": weights, "buckets": []}
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """See `Way`. Collective: workers of all ranks learn where rank 0 has written the bucket.
+        """Write the bucket. Collective: workers of all ranks learn where rank 0 has written it.
         Raises SyncError: it could not be written, on all ranks.
         """
         place: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Storage(Way):
         return place
 
     def finish(self, release: bool) -> None:
-        """See `Way`. The update is the folder's current one from here on."""
+        """Make this update the current one of the folder."""
         if self._fd >= 0:
             buckets = self._content["buckets"]
             os.ftruncate(self._fd, buckets[-1]["offset"] + buckets[-1]["nbytes"] if buckets else 0)
@@ -94,7 +94,7 @@ class Storage(Way):
         self._leave(release)
 
     def abort(self, reason: str) -> None:
-        """See `Way`. The update before stays the current one."""
+        """Leave the slot; the previous update stays the current one of the folder."""
         self._leave(release=True)
 
     def _leave(self, release: bool) -> None:

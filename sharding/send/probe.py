@@ -21,7 +21,7 @@ Probe = tuple[list[int], list[float]]
 
 
 class Tenant(Protocol):
-    """Whatever of the trainer's has device memory that a generation shift can do without."""
+    """A part of the trainer with device memory that a generation shift can do without."""
 
     def release(self, weights: bool) -> int:
         """Give back what is not needed until `restore`, its weights too if `weights`; returns how many bytes."""
@@ -35,14 +35,14 @@ class VersionedPolicy(Tenant, Protocol):
 
     @property
     def version(self) -> int:
-        """Of its weights; another number whenever they are others."""
+        """The number of the weights; it changes whenever they do."""
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
         """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
 
 
 def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | None) -> int:
-    """How many tokens the model knows that these weights are of, or the factors of its adapter."""
+    """Return the number of tokens that the model knows, from its weights or from its adapter's format."""
     if adapter is not None:
         return adapter.vocabulary
     embedding = next((p for p in parameters if "embed" in p.name), parameters[0])
@@ -50,7 +50,7 @@ def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | No
 
 
 def draw_probe(policy: VersionedPolicy, vocabulary: int) -> Probe:
-    """Random tokens and what the policy says of them. Collective. Raises NotFiniteError, on all ranks alike."""
+    """Draw random tokens and have the policy score them. Collective. Raises NotFiniteError, on all ranks alike."""
     token_ids = random.Random(policy.version).choices(range(vocabulary), k=PROBE_TOKENS)
     expected = policy.score_tokens(token_ids)
     if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:  # alike on all ranks
@@ -59,10 +59,10 @@ def draw_probe(policy: VersionedPolicy, vocabulary: int) -> Probe:
 
 
 def compare_with(leader: Leader, probe: Probe, timeout: float) -> None:
-    """Raise SyncError, and leave the engine without a version, where it says otherwise. `timeout`: s."""
+    """Raise SyncError, and leave the engine without a version, if its log-probabilities differ. `timeout`: seconds."""
     token_ids, expected = probe
-    told = leader.thread.run(leader.engine.prompt_logprobs_of_all(token_ids), timeout, "the log-probability probe")
-    gap = max(sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held) for held in told)
+    scored = leader.thread.run(leader.engine.prompt_logprobs_of_all(token_ids), timeout, "the log-probability probe")
+    gap = max(sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held) for held in scored)
     bound = PROBE_TOLERANCE[leader.engine.settings.dtype]
     if not gap <= bound:
         leader.engine.state.fail_sync()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sharding.ranks import agreed, exchange, machine, rank
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan, Call, Staged, Transfer
+from sharding.send.ways import BucketPlan, Staged, Transfer, WorkerCall
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter, first_names
 from sharding.wire.staging import STAMP_BYTES, MemoryFile, bytes_of, cuda_handle, stamp, wait_for_writes
@@ -45,9 +45,9 @@ class Export:
         if device.type == "cpu":
             self._move(list(storages.values()))
         parts = self._held()
-        found = {_storage(part): part.untyped_storage() for part in parts.values()}
-        self._storages = [*found.values(), self._stamp.untyped_storage()]
-        numbers = {address: number for number, address in enumerate(found)}
+        by_address = {_storage(part): part.untyped_storage() for part in parts.values()}
+        self._storages = [*by_address.values(), self._stamp.untyped_storage()]
+        numbers = {address: number for number, address in enumerate(by_address)}
         self._addresses = self._where()
         self.places = {n: [numbers[_storage(p)], p.data_ptr() - _storage(p), p.numel()] for n, p in parts.items()}
 
@@ -68,13 +68,13 @@ class Export:
                 tensor.data = new.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def handle(self) -> dict[str, Any]:
-        """What `open_memory` needs in one other process: the shards' storages, and the stamp. On CUDA each process
+        """Return what `open_memory` needs in one other process: the shards' storages and the stamp. A process on CUDA
         needs a handle of its own, since torch counts one user of each.
         """
         return self._file.handle if self._device.type == "cpu" else cuda_handle(self._storages)
 
     def stamp(self, number: int) -> None:
-        """Write the number that readers compare with what they were told."""
+        """Write the number that readers compare with the announced one."""
         stamp(self._stamp, number)
         wait_for_writes(self._device)
 
@@ -118,19 +118,19 @@ class Pull(Staged):
         self._parts: dict[str, list[list[Any]]] = {}
         self._added: dict[str, list[Any]] = {}
 
-    def connect(self, call: Call | None) -> None:
-        """See `Way`. Raises SyncError: ranks that hold parts of a weight are on several machines."""
+    def connect(self, call: WorkerCall | None) -> None:
+        """Exchange the handles of the shards. Raises SyncError: ranks that share a weight are on several machines."""
         shards = self._held.shards()
         holders = {name: self._held.holders(name) for name in shards}
         here = sorted({rank(), *(who for some in holders.values() for who in some)})
-        own = {
+        description = {
             "machine": machine(),
             "handles": {str(reader): self.export.handle() for reader in here},
             "places": {name: [*place, *self._elements(name)] for name, place in self.export.places.items()},
         }
-        ranks = exchange(own)
+        ranks = exchange(description)
         with agreed("looking for the shards"):
-            if away := [who for who in here if ranks[who]["machine"] != own["machine"]]:
+            if away := [who for who in here if ranks[who]["machine"] != machine()]:
                 raise SyncError(f"shards of rank {away[0]} are on another machine: set sync.way to staged")
         self._sources = [{"rank": who, "handle": ranks[who]["handles"][str(rank())]} for who in here]
         places = {who: ranks[who]["places"] for who in here}
@@ -161,35 +161,35 @@ class Pull(Staged):
         first, values = self._held.own_values(name)
         return first, str(values.dtype).removeprefix("torch.")
 
-    def others(self, parameters: list[SourceParameter], whole: Collection[str]) -> list[SourceParameter]:
-        """The parameters that cannot be pulled: those with a weight in `whole`, and those that no rank holds as runs
+    def not_pulled(self, parameters: list[SourceParameter], unsplit: Collection[str]) -> list[SourceParameter]:
+        """The parameters that cannot be pulled: those with a weight in `unsplit`, and those that no rank holds as runs
         of elements.
         """
-        return [p for p in parameters if p.name not in self._parts or any(piece.name in whole for piece in p.pieces)]
+        return [p for p in parameters if p.name not in self._parts or any(piece.name in unsplit for piece in p.pieces)]
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
-        """See `Way`. There may be nothing to stage."""
+        """Make the staging buffers, if there is anything to stage."""
         if plan.buckets:
             super().begin(version, plan, read)
         else:
             super().abort("")
 
     def transfer(self, update: Transfer) -> None:
-        """See `Way`. Weights that loaders need whole are staged, and all others read: by workers that have a record.
+        """Stage the weights that loaders need whole, and let workers that have a record read all others.
         Raises RemoteError: a shard is not in the memory that workers map.
         """
         with agreed("exporting the shards"):
             if moved := self.export.moved():
                 raise SyncError(f"{first_names(moved)} left the memory that workers map: set sync.way to staged")
             self.export.stamp(_mark(update.session, rank()))  # workers may read once all ranks have come here
-        whole = update.needed_whole()
-        staged = update.parameters if whole is None else self.others(update.parameters, whole)
-        update.push(staged, whole)
-        if whole is not None:
+        unsplit = update.needed_whole()
+        staged = update.parameters if unsplit is None else self.not_pulled(update.parameters, unsplit)
+        update.push(staged, unsplit)
+        if unsplit is not None:
             update.post("pull", **self.message(update.session, {parameter.name for parameter in staged}))
 
     def message(self, session: int, staged: Collection[str]) -> dict[str, Any]:
-        """What this rank's worker has to know to read all parameters but those `staged`: the ranks' memory with the
+        """Return what this rank's worker needs to read all parameters but those `staged`: the ranks' memory with the
         stamp it bears (`sources`); of each weight the elements that a rank holds, and where (`parts`); and for those
         with an adapter its scale, and of B and A the shapes and parts (`added`).
         """
@@ -199,26 +199,26 @@ class Pull(Staged):
         return {"sources": sources, "parts": [part for some in pulled.values() for part in some], "added": added}
 
     def finish(self, release: bool) -> None:
-        """See `Way`."""
+        """Give the buffers back, and take the stamp off the shards: nobody may read them from here on."""
         super().finish(release)
         self.export.stamp(0)
 
     def abort(self, reason: str) -> None:
-        """See `Way`."""
+        """Take the stamp off the shards, too."""
         super().abort(reason)
         self.export.stamp(0)
 
 
 def _mark(session: int, who: int) -> int:
-    """The stamp of a rank in an update: no other rank's, and no other update's."""
+    """Return the stamp of a rank in an update, which no other rank and no other update has."""
     return session << 20 | who
 
 
 def _parts(
     parameter: SourceParameter, source: int, storage: int, offset: int, count: int, first: int, dtype: str
 ) -> Iterator[list[Any]]:
-    """What one rank holds of the weights in a parameter: name, dtype, first element, how many, number of the source and
-    of its storage, and the byte there. Padding behind the parameter is left out.
+    """Yield what one rank holds of the weights in a parameter: name, dtype, first element, number of elements, numbers
+    of the source and of its storage, and the byte there. Padding behind the parameter is left out.
     """
     for piece in parameter.pieces:
         start = piece.offset // piece.itemsize

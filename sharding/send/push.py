@@ -1,4 +1,4 @@
-"""What a rank sends in an update: messages to workers, weights bucket by bucket; and how the workers' are verified.
+"""The messages and the buckets that a rank sends in an update, and the check of the weights that workers then hold.
 
 Messages go to `Workers`, each at the end of a `Link`; the bytes of buckets go by the recipe's `Way`.
 
@@ -22,7 +22,7 @@ import torch
 from sharding.ranks import allreduce_objects
 from sharding.send.source import WeightSource
 from sharding.send.ways import Bucket, BucketPlan, Way
-from sharding.wire.channel import Conversation, Look, SyncError
+from sharding.wire.channel import Look, MessageLine, SyncError
 from sharding.wire.digests import add, cut, digest, packed, part_of, sum_up
 from sharding.wire.manifest import SourceParameter, View
 from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
@@ -111,8 +111,8 @@ class Link:
         unanswered: number of those whose answers are yet to be collected.
     """
 
-    def __init__(self, channel: Conversation, session: int, timeout: float, still_alive: Look, worker: str) -> None:
-        """See `Channel.receive`; `session` tells this update's messages from those of one that broke off."""
+    def __init__(self, channel: MessageLine, session: int, timeout: float, still_alive: Look, worker: str) -> None:
+        """`session` tells this update's messages from those of a broken one; for the rest see `Channel.receive`."""
         self.worker = worker
         self.error: Exception | None = None
         self.lost = self.left = False
@@ -264,8 +264,8 @@ def _note_failure(workers: Workers, action: Callable[..., Any], *arguments: Any)
 def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
     """Fill a staging buffer with a bucket, and its stamp behind it."""
     slots = [(slot, buffer[slot.offset : slot.offset + slot.nbytes]) for slot in bucket.slots]
-    whole = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
-    source.gather_into(list(whole), list(whole.values()))
+    complete = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
+    source.gather_into(list(complete), list(complete.values()))
     for slot, memory in slots:
         if not slot.whole:
             source.gather_part(slot.parameter.name, slot.start, memory)
@@ -273,7 +273,7 @@ def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int
 
 
 def parameters_to_verify(parameters: list[SourceParameter], verify: Verify, version: int) -> list[SourceParameter]:
-    """Nothing, a sample that `version` draws, alike on all ranks, or everything."""
+    """Return no parameters, a sample that `version` draws, alike on all ranks, or all of them."""
     if verify == "sample":
         return random.Random(version).sample(parameters, max(1, len(parameters) // SAMPLED_SHARE))
     return parameters if verify == "full" else []
@@ -314,8 +314,8 @@ class DigestCheck:
         """
         if not self._drawn:
             return
-        own = [self._needs(term["plain"], term["views"]) for term in terms]
-        asked, lacking, self.comparable = allreduce_objects(functools.reduce(_join, own, [{}, [], False]), _join)
+        needs = [self._needs(term["plain"], term["views"]) for term in terms]
+        asked, lacking, self.comparable = allreduce_objects(functools.reduce(_join, needs, [{}, [], False]), _join)
         names = {self._places[name][0].name for name in lacking}
         self.undigested = [parameter for parameter in self._drawn if parameter.name in names]
         holders = {name: self._source.holders(self._places[name][0].name) for name in asked}
@@ -328,12 +328,12 @@ class DigestCheck:
         ]
 
     def _needs(self, plain: bool, views: dict[str, list[View]]) -> list[Any]:
-        """One worker's ways of reading weights, the weights that it can only compare, and whether it can."""
+        """Return one worker's ways of reading weights, the weights that it can only compare, and whether it can."""
         lacking = sorted(self._places.keys() - views.keys()) if plain else []
         return [{name: [way] for name, way in views.items()}, lacking, plain]
 
     def _sums(self, name: str, ways: list[list[View]]) -> list[bytes]:
-        """The sums of this rank's part of a weight, for each way in which workers read it."""
+        """Sum up this rank's part of a weight, for each way in which workers read it."""
         parameter, piece = self._places[name]
         dtype = getattr(torch, piece.dtype)
         first, values = self._source.own_values(parameter.name)
@@ -342,28 +342,28 @@ class DigestCheck:
         return [packed(sum_up((part_of(view, values, first) for view in views), dtype)) for views in cuts]
 
     def different(self, answers: list[dict[str, Any]]) -> list[list[str]]:
-        """By worker, the weights whose digests, as it holds them, are not those of what the ranks have."""
+        """Return for each worker the weights whose digests differ from those of the ranks' weights."""
         held = [answer["digests"] for answer in answers]
         pairs = zip(self._expected, held, strict=False)  # after a failure there are no answers
-        return [[name for name, value in expected.items() if own.get(name) != value] for expected, own in pairs]
+        return [[name for name, value in expected.items() if digests.get(name) != value] for expected, digests in pairs]
 
 
 def _join(lower: Any, higher: Any) -> Any:
-    """By weight the ways in which some worker reads it, each once; the weights that some worker can only compare; and
-    whether one can.
+    """Unite, by weight, the ways in which workers read it; the weights that some worker can only compare; and whether
+    one can.
     """
     ways: dict[str, list[Any]] = dict(lower[0])
     for name, more in higher[0].items():
-        ways[name] = (known := ways.get(name, [])) + [way for way in more if way not in known]
+        ways[name] = (first := ways.get(name, [])) + [way for way in more if way not in first]
     return [ways, sorted({*lower[1], *higher[1]}), lower[2] or higher[2]]
 
 
 def _join_sums(lower: Any, higher: Any) -> Any:
-    """By weight, by the first of the ranks that hold it together, and by way: the sums of all their parts."""
-    found: dict[str, dict[str, list[bytes]]] = {}
+    """Add up the sums of parts, by weight, by the first of the ranks that hold it together, and by way."""
+    totals: dict[str, dict[str, list[bytes]]] = {}
     for name in lower:
-        found[name] = lower[name] | higher[name]
+        totals[name] = lower[name] | higher[name]
         for first in lower[name].keys() & higher[name].keys():
             both = zip(lower[name][first], higher[name][first], strict=True)
-            found[name][first] = [add(one, other) for one, other in both]
-    return found
+            totals[name][first] = [add(one, other) for one, other in both]
+    return totals

@@ -103,14 +103,14 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
-        """See `WeightSource.gather_into`. Casts on the shard, before the gather: less to cast and less to send."""
+        """Gather parameters. The cast is on the shard, before the gather: less to cast and less to send."""
         shared: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for name, slot in zip(names, slots, strict=True):
             if (group := shard_group(self._tensors[name])) is not None:
                 shared.setdefault(group, []).append((name, slot))
             else:
-                _, whole = self.own_values(name)
-                slot.view(self._dtype)[: whole.numel()].copy_(whole)
+                _, values = self.own_values(name)
+                slot.view(self._dtype)[: values.numel()].copy_(values)
         pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
         for work, _ in pending:
             work.wait()
@@ -124,7 +124,9 @@ class FsdpWeightSource:
             all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
     def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
-        """Gather parameters into their slots, as one collective; what to wait for, and memory to keep until then."""
+        """Gather parameters into their slots, as one collective.
+        Returns what to wait for, and memory to keep until then.
+        """
         parts = dist.get_world_size(group)
         shards = [self._padded_shard(name, slot.numel() // parts) for name, slot in pairs]
         if len(pairs) == 1:
@@ -140,7 +142,7 @@ class FsdpWeightSource:
         return first, self._to_send(name, values, first)
 
     def _own_part(self, name: str) -> tuple[int, torch.Tensor]:
-        """As `own_values`, as it lies in this rank's memory."""
+        """Return what `own_values` returns, as it lies in this rank's memory."""
         tensor = self._tensors[name]
         if (group := shard_group(tensor)) is None:
             return 0, _whole(tensor).reshape(-1)
@@ -148,7 +150,7 @@ class FsdpWeightSource:
         return first, local_part(tensor).reshape(-1)
 
     def _stretch(self, name: str, begin: int, count: int) -> torch.Tensor:
-        """Elements [begin, begin + count) of `own_values`, as many as there are of them."""
+        """Return those of the elements [begin, begin + count) of `own_values` that exist."""
         first, values = self._own_part(name)
         return self._to_send(name, values[begin : begin + count], first + begin)
 
@@ -162,11 +164,11 @@ class FsdpWeightSource:
         return [name for name, t in self._tensors.items() if shard_group(t) is not None or not _is_cut(t)]
 
     def in_memory(self) -> "FsdpWeightSource":
-        """The source of what ranks hold, before anything is made of it: here this one."""
+        """Return the source of what ranks hold, before adapters are added: here this one."""
         return self
 
     def additions(self) -> dict[str, Addition]:
-        """What is added to some parameters on their way, by name: nothing here."""
+        """Return what is added to some parameters on their way, by name: nothing here."""
         return {}
 
     def holders(self, name: str) -> list[int]:
@@ -241,20 +243,20 @@ class StreamSource:
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
-        """See `WeightSource.gather_into`.
+        """Take the next weights from the iterator into their slots.
         Raises SyncError: naming a weight that is missing, unexpected, that came twice or in another shape.
         """
         for name, slot in zip(names, slots, strict=True):
             while name not in self._early:
                 if not self._take():
                     raise SyncError(f"the iterator of weights ended without {name}")
-            whole = self._early.pop(name)
-            slot.view(getattr(torch, self._info[name][1]))[: whole.numel()].copy_(whole.reshape(-1))
+            weight = self._early.pop(name)
+            slot.view(getattr(torch, self._info[name][1]))[: weight.numel()].copy_(weight.reshape(-1))
         if len(self._seen) == len(self._info):
             self._take()  # there may be none behind the last
 
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
-        """See `WeightSource.gather_part`; a weight is let go as soon as it has been sent, so it is sent whole."""
+        """Refuse: a weight is let go as soon as it has been sent, so it is sent whole."""
         raise SyncError(f"{name} comes from an iterator and cannot be sent in parts")
 
     def _take(self) -> bool:
@@ -347,7 +349,7 @@ class MergingWeightSource(FsdpWeightSource):
         return self._adapters[name].added_to_stretch(values, offset) if name in self._adapters else values
 
     def in_memory(self) -> FsdpWeightSource:
-        """Bases and factors."""
+        """Return the source of the bases and of the factors, each as a parameter of its own."""
         factors: dict[str, torch.Tensor] = {}
         for name, (a, b, _) in self._adapters.items():
             factors |= {f"A of {name}": a, f"B of {name}": b}
@@ -362,11 +364,11 @@ class MergingWeightSource(FsdpWeightSource):
 
 
 def gathered(tensor: Any) -> torch.Tensor:
-    """The whole of a small parameter on every rank, in its own dtype. Collective."""
+    """Return all of a small parameter on every rank, in its own dtype. Collective."""
     shape, group = whole_shape(tensor), shard_group(tensor)
     if group is None or isinstance(tensor, DTensor):
         return _whole(tensor).detach().view(shape)
-    own = partition(tensor)
-    whole = torch.empty(own.numel() * dist.get_world_size(group), dtype=own.dtype, device=own.device)
-    all_gather(whole, own, group=group)
-    return whole[: shape.numel()].view(shape)
+    part = partition(tensor)
+    values = torch.empty(part.numel() * dist.get_world_size(group), dtype=part.dtype, device=part.device)
+    all_gather(values, part, group=group)
+    return values[: shape.numel()].view(shape)

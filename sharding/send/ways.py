@@ -1,4 +1,4 @@
-"""How the bytes of weights get from the ranks to the workers: in which buckets, and by which way (`sync.way`).
+"""The ways that bring the bytes of weights from the ranks to the workers (`sync.way`), and the plan of buckets.
 
 Parameters are cut into buckets in the same way on every rank, since only names and shapes decide.
 Engines on the trainer's devices read the trainer's staging buffers (`Staged`), share its weights (`ZeroCopy`), or read
@@ -17,7 +17,7 @@ from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Piece, SourceParameter, Stretch
 from sharding.wire.staging import Staging, make_staging, open_memory, wait_for_writes, with_stamp
 
-Call = Callable[..., "Future[list[dict[str, Any]]]"]
+WorkerCall = Callable[..., "Future[list[dict[str, Any]]]"]
 """(method, *arguments): starts a method of the worker extension on all workers of a leader's engine; their outcomes."""
 
 ALIGNMENT = 512
@@ -85,16 +85,18 @@ class BucketPlan:
     """
 
     def __init__(
-        self, parameters: list[SourceParameter], bucket_bytes: int, whole: Collection[str] | None = None
+        self, parameters: list[SourceParameter], bucket_bytes: int, unsplit: Collection[str] | None = None
     ) -> None:
-        """Those parameters may travel in parts that hold none of the checkpoint tensors in `whole`; None: none may."""
+        """Cut the buckets. A parameter may travel in parts if it holds none of the checkpoint tensors in `unsplit`, and
+        `unsplit` is not None.
+        """
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is smaller than the alignment of {ALIGNMENT}")
         self.parameters = parameters
         self.buckets: list[Bucket] = []
         slots: list[Slot] = []
         end = 0
-        for parameter, start, nbytes in _parts(parameters, bucket_bytes, whole):
+        for parameter, start, nbytes in _parts(parameters, bucket_bytes, unsplit):
             size = math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
             if slots and end + size > bucket_bytes:
                 self.buckets.append(Bucket(tuple(slots), end))
@@ -112,19 +114,23 @@ class BucketPlan:
 
 
 def _parts(
-    parameters: list[SourceParameter], bucket_bytes: int, whole: Collection[str] | None
+    parameters: list[SourceParameter], bucket_bytes: int, unsplit: Collection[str] | None
 ) -> Iterator[tuple[SourceParameter, int, int]]:
-    """Each parameter with the `start` and `nbytes` of its slots."""
+    """Yield each parameter with the `start` and `nbytes` of its slots."""
     for parameter in parameters:
         shard = step = parameter.nbytes // parameter.shards
-        if parameter.nbytes > bucket_bytes and whole is not None and not any(p.name in whole for p in parameter.pieces):
+        if parameter.nbytes > bucket_bytes and _may_be_split(parameter, unsplit):
             step = max(bucket_bytes // parameter.shards // ALIGNMENT, 1) * ALIGNMENT
         for start in range(0, shard, step) if shard else [0]:
             yield parameter, start, parameter.shards * min(step, shard - start)
 
 
+def _may_be_split(parameter: SourceParameter, unsplit: Collection[str] | None) -> bool:
+    return unsplit is not None and not any(piece.name in unsplit for piece in parameter.pieces)
+
+
 class Transfer(Protocol):
-    """An update, as the way sees it that brings its weights (`sharding.update.Update`).
+    """The interface of an update (`sharding.update.Update`) to the way that brings its weights.
 
     Attributes:
         parameters: what has to be brought.
@@ -137,9 +143,9 @@ class Transfer(Protocol):
     def push_all(self) -> None:
         """Bring every parameter through buckets. Collective."""
 
-    def push(self, parameters: list[SourceParameter], whole: Collection[str] | None) -> None:
-        """Bring these parameters through buckets, in parts where they are larger, except for weights in `whole`; None:
-        all weights travel whole. Collective.
+    def push(self, parameters: list[SourceParameter], unsplit: Collection[str] | None) -> None:
+        """Bring these parameters through buckets, in parts where they are larger, except for weights in `unsplit`; with
+        None all weights travel whole. Collective.
         """
 
     def needed_whole(self) -> set[str] | None:
@@ -171,8 +177,8 @@ class Way(Protocol):
     shares: bool
     buffers: list[torch.Tensor]
 
-    def connect(self, call: Call | None) -> None:
-        """Before the first update, and before the next after one that broke off; `call` on leaders only."""
+    def connect(self, call: WorkerCall | None) -> None:
+        """Prepare; called before the first update, and again after one that broke off. `call`: on leaders only."""
         return
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
@@ -192,16 +198,16 @@ class Way(Protocol):
         return
 
     def finish(self, release: bool) -> None:
-        """Every worker has everything. `release`: give the buffers back."""
+        """End an update, when every worker has everything. `release`: give the buffers back."""
 
     def abort(self, reason: str) -> None:
-        """An update broke off, or the run ends; never raises."""
+        """Give up an update that broke off, or end with the run; never raises."""
 
 
 class Staged(Way):
-    """Buckets in memory that the rank and its worker, on the same device, have both mapped. See `Way`.
+    """A `Way` through memory that the rank and its worker, on the same device, have both mapped.
 
-    Nothing has to be waited for: that a worker has read a bucket its answer says.
+    There is nothing to wait for: a worker answers when it has read a bucket.
     """
 
     reader, cuts, shares = "staged", True, False
@@ -211,7 +217,7 @@ class Staged(Way):
         self._staging: Staging | None = None
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
-        """See `Way`. Buffers of the last update are kept where they are as large as these."""
+        """Make the buffers, or keep those of the last update if they are of the same size."""
         if self.buffers and self.buffers[0].nbytes != with_stamp(plan.capacity):
             self.abort("")
         if self._staging is None:
@@ -259,13 +265,13 @@ class ZeroCopy(Staged):
         super().__init__(device)
         self.in_place = False
         self._parameters, self._compute_in, self._timeout = parameters, compute_in, timeout
-        self._call: Call | None = None
+        self._call: WorkerCall | None = None
 
-    def connect(self, call: Call | None) -> None:
+    def connect(self, call: WorkerCall | None) -> None:
         self._call = call
 
     def transfer(self, update: Transfer) -> None:
-        """See `Way`. Once the memory is shared there is nothing to bring, but the worker has to know that it is new."""
+        """Bring the weights; once the memory is shared, only tell the worker that they are new."""
         if self.in_place:
             wait_for_writes(self._device)  # the worker reads the memory at once
             update.post("in_place")
@@ -273,7 +279,7 @@ class ZeroCopy(Staged):
             update.push_all()
 
     def finish(self, release: bool) -> None:
-        """See `Way`. The engine holds the trainer's weights by now, so they can become one with them."""
+        """After the first update, when the engine holds the trainer's weights, have the trainer compute in them."""
         super().finish(release=True)
         if self.in_place:
             return
@@ -285,7 +291,7 @@ class ZeroCopy(Staged):
         self.in_place = True
 
     def abort(self, reason: str) -> None:
-        """See `Way`. The next update brings every weight, and shares them again."""
+        """Stop sharing; the next update brings every weight, and shares them again."""
         super().abort(reason)
         self.in_place = False
 
@@ -293,7 +299,7 @@ class ZeroCopy(Staged):
 def memory_of(
     parameter: SourceParameter, places: dict[str, tuple[int, int]], storages: list[torch.Tensor]
 ) -> torch.Tensor:
-    """A parameter's memory in the engine, flat, in the engine's dtype.
+    """Return a parameter's memory in the engine, flat, in the engine's dtype.
     `places`: weight -> number of the storage it lies in, and the byte at which it begins there. A parameter of two
     weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run.
     Raises SyncError: the parameter consists of weights that the engine keeps in different places.

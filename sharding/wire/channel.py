@@ -44,14 +44,14 @@ def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
     return message
 
 
-class Conversation(Protocol):
+class MessageLine(Protocol):
     """Messages in order, both ways: a `Channel`, or what behaves like one."""
 
     def send(self, kind: str, **fields: Any) -> None:
-        """See `Channel.send`."""
+        """Send a message, as `Channel.send` does."""
 
     def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
-        """See `Channel.receive`."""
+        """Wait for the next message, as `Channel.receive` does."""
 
     def waiting(self) -> bool:
         """True if a message is there already."""

@@ -1,4 +1,4 @@
-"""What a rank and its worker compare instead of the weights themselves: sums of words, and a digest of the sums.
+"""Digests that a rank and its worker compare instead of the weights themselves: sums of words, and a hash of the sums.
 
 A view's bytes are read as words of 8 bytes, integers modulo 2^64. Words fill lines of 128, and lines pages of 128;
 summed up are the words of each page, those of each line over all pages, and those of each column over all lines. So the
@@ -41,17 +41,17 @@ _FEW = 1 << 16  # bytes
 
 
 def digest(sums: bytes) -> bytes:
-    """Of a weight, from the sums of all of it."""
+    """Return the digest of a weight, from the sums of all of it."""
     return hashlib.blake2b(sums, digest_size=16).digest()
 
 
 def add(one: bytes, other: bytes) -> bytes:
-    """The sums of two parts of a weight, together."""
+    """Add the sums of two parts of a weight."""
     return (numpy.frombuffer(one, numpy.int64) + numpy.frombuffer(other, numpy.int64)).tobytes()
 
 
 def packed(sums: Tensor) -> bytes:
-    """Sums as they travel."""
+    """Return sums as bytes to send."""
     return sums.cpu().numpy().tobytes()
 
 
@@ -60,19 +60,19 @@ def sum_up(blocks: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     """The sums of all elements of these tensors in order, cast to `dtype`: int64 [128 + 128 + pages]; of columns, of
     lines, of pages. Each tensor holds at most `BLOCK`, and begins a line. Of one on meta all elements count as 0.
     """
-    found: list[Tensor | int] = []
+    line_sums: list[Tensor | int] = []
     columns: Tensor | None = None
     for block in blocks:
         if block.is_meta:
-            found.append(-(-block.numel() * dtype.itemsize // _LINE_BYTES))
+            line_sums.append(-(-block.numel() * dtype.itemsize // _LINE_BYTES))
             continue
         for lines in _lines(block, dtype):
-            found.append(lines.sum(1))
+            line_sums.append(lines.sum(1))
             columns = lines.sum(0) if columns is None else columns.add_(lines.sum(0))
     if columns is None:  # nothing is here
         columns = torch.zeros(_LINE, dtype=torch.int64)
-    found.append(-sum(sums if isinstance(sums, int) else sums.numel() for sums in found) % _LINE)
-    every = [columns.new_zeros(sums) if isinstance(sums, int) else sums for sums in found]
+    line_sums.append(-sum(sums if isinstance(sums, int) else sums.numel() for sums in line_sums) % _LINE)
+    every = [columns.new_zeros(sums) if isinstance(sums, int) else sums for sums in line_sums]
     pages = torch.cat(every).view(-1, _LINE)
     return torch.cat([columns, pages.sum(0), pages.sum(1)])
 
@@ -121,8 +121,8 @@ def digests_of(weights: dict[str, list[Tensor]], seed: int | None) -> dict[str, 
     rank waits meanwhile, so its cores are idle.
     """
     on_cpu = all(tensor.device.type == "cpu" for tensors in weights.values() for tensor in tensors)
-    each = _threads().map if on_cpu and seed is None else map
-    return dict(zip(weights, each(lambda tensors: digest_of(tensors, seed), weights.values()), strict=True))
+    mapper = _threads().map if on_cpu and seed is None else map
+    return dict(zip(weights, mapper(lambda tensors: digest_of(tensors, seed), weights.values()), strict=True))
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def _window(view: View, draw: random.Random) -> View:
 
 
 def part_of(view: View, values: Tensor, first: int) -> Tensor:
-    """A view's elements that this rank owns, and zeros for the rest; on meta where it owns none.
+    """Return a view's elements that this rank owns, and zeros for the rest; on meta where it owns none.
     Of a view of elements 4 to 11, a rank that owns elements 8 to 15 gives four zeros and its first four.
     `values`: [n], the weight's elements from number `first` on.
     """
@@ -172,6 +172,6 @@ def part_of(view: View, values: Tensor, first: int) -> Tensor:
         return values.as_strided(shape, stride, values.storage_offset() + start)
     if begin >= end:
         return torch.empty(shape, device="meta")
-    found = torch.zeros(span, dtype=values.dtype, device=values.device)
-    found[begin - start : end - start].copy_(values[begin:end])
-    return found.as_strided(shape, stride)
+    padded = torch.zeros(span, dtype=values.dtype, device=values.device)
+    padded[begin - start : end - start].copy_(values[begin:end])
+    return padded.as_strided(shape, stride)

@@ -140,7 +140,7 @@ class StoreChannel:
         self._sent += 1
 
     def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
-        """See `Channel.receive`; the end of the group ends the wait, too."""
+        """Wait for the next message, as `Channel.receive` does; the end of the group ends the wait, too."""
 
         def look() -> None:
             still_alive()

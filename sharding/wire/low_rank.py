@@ -51,7 +51,7 @@ class Factors(NamedTuple):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Of torch's on CPU; on CUDA nothing changes."""
+    """Let torch use one thread on CPU meanwhile; on CUDA nothing changes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

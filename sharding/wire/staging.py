@@ -48,8 +48,8 @@ def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tenso
     Raises SyncError: the memory holds another bucket than was announced.
     """
     marked = buffer[: message["nbytes"] + STAMP_BYTES]
-    if (found := stamped(marked)) != message["stamp"]:
-        raise SyncError(f"the staging buffer holds bucket {found} where bucket {message['stamp']} was announced")
+    if (number := stamped(marked)) != message["stamp"]:
+        raise SyncError(f"the staging buffer holds bucket {number} where bucket {message['stamp']} was announced")
     return marked[:-STAMP_BYTES]
 
 

@@ -57,8 +57,8 @@ class Membership:
                 f"rank {rank} of {world_size} does not belong to the trainer's weights group, which has "
                 f"{group['train_world_size']} trainer and {group['world_size'] - group['train_world_size']} workers"
             )
-        own = msgspec.msgpack.encode({"pid": os.getpid(), "device": device.type, "device_id": device_id})
-        if (holder := self.store.claim(f"member/{rank}", own)) != own:
+        claim = msgspec.msgpack.encode({"pid": os.getpid(), "device": device.type, "device_id": device_id})
+        if (holder := self.store.claim(f"member/{rank}", claim)) != claim:
             pid = msgspec.msgpack.decode(holder)["pid"]
             raise SyncError(f"rank {rank} of the weights group is taken by pid {pid}: engines need different prefixes")
         return str(group["token"]).encode()
@@ -99,7 +99,7 @@ class BroadcastBuckets:
         return membership.group
 
     def expect(self, message: dict[str, Any]) -> None:
-        """See `Buckets`. The broadcast begins here: the buffer it is for holds nothing that is still needed."""
+        """Begin the broadcast into the buffer, which holds nothing that is still needed."""
         # On the trainer's type of device: gloo carries no device memory, and NCCL no other.
         self._buffers = local_buffers(self._buffers, message["capacity"], self._worker.device)
         memory = self._buffers[message["buffer"]][: message["nbytes"] + STAMP_BYTES]
@@ -114,7 +114,7 @@ class BroadcastBuckets:
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
-        """See `Buckets`. A member that breaks off ends the group for all: others may wait for it in a broadcast."""
+        """Let go of the buffers. With a reason the group ends for all: other members may wait in a broadcast."""
         self._buffers = []
         self._works.clear()
         membership = self._worker.hotbunk_membership
@@ -132,13 +132,13 @@ class CollectiveCarrier(ChannelCarrier):
         self.start(None, timeout)
 
     def leave(self, message: dict[str, Any]) -> None:
-        """See `Carrier`. The group stands, whatever became of this update."""
+        """Answer that this worker has left. The group stands, whatever became of the update."""
         self._broadcasts.close()
         self.answer(left=True)
 
     def fail(self, error: Exception) -> None:
-        """See `Carrier`. Stays for what was announced, since a broadcast needs everybody, until the trainer gives up.
-        Where the group itself is what failed, the others learn it from the store.
+        """Tell the trainer, and take part in what was announced until it gives up, since a broadcast needs everybody.
+        If the group itself has failed, the other members learn it from the store.
         """
         try:
             if isinstance(error, GroupError | TimeoutError):

@@ -1,4 +1,4 @@
-"""What a worker on a CPU does in place of CUDA's: imported on CPUs alone, and not needed to follow an update.
+"""Replacements, in a worker on a CPU, for what vLLM has on CUDA alone. Nobody needs them to follow an update.
 
 `keep_weights_plain`: weights stay as they are loaded, so that they can be written in place and read back. By what the
 processor has, vLLM packs those of linear layers for oneDNN, SGL's kernels or zentorch, and those of convolutions for a
@@ -27,7 +27,9 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 
 def keep_weights_plain() -> None:
-    """For models that this process builds from now on; experts with biases, or other activations, stay packed."""
+    """Have models that this process builds from now on keep their weights as they are loaded; experts with biases, or
+    with other activations, stay packed.
+    """
     utils.dispatch_cpu_unquantized_gemm = _compute_plain
     kernels = unquantized.backend_to_kernel_cls
 
@@ -53,16 +55,16 @@ class PlainExperts(CPUUnquantizedExperts):
         return int(moe_config.intermediate_size_per_partition)
 
     @staticmethod
-    def is_supported_config(cls: Any, moe_config: Any, *others: Any) -> tuple[bool, str | None]:
-        """vLLM takes the first kernel that is."""
+    def is_supported_config(cls: Any, moe_config: Any, *arguments: Any) -> tuple[bool, str | None]:
+        """Say whether this kernel can be used, and if not, why. vLLM takes the first one that can."""
         if moe_config.has_bias or moe_config.activation != MoEActivation.SILU:
             return False, "kernel computes gated SiLU without biases only"
         if moe_config.moe_parallel_config.use_ep:
             return False, "kernel needs all experts"
-        return CPUUnquantizedExperts.is_supported_config(cls, moe_config, *others)
+        return CPUUnquantizedExperts.is_supported_config(cls, moe_config, *arguments)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """They stay as they are."""
+        """Leave the weights as they are."""
 
     def apply(
         self,
@@ -126,9 +128,9 @@ class RouteRecorder:
         name = next((name for name in self._rows if name.rpartition("-")[0] == request), None)
         return b"" if name is None else np.concatenate(self._rows.pop(name)).tobytes()
 
-    def _execute_model(self, scheduled: Any, *others: Any, **options: Any) -> Any:
+    def _execute_model(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         self._chosen.clear()
-        result = self._execute(scheduled, *others, **options)
+        result = self._execute(scheduled, *arguments, **options)
         if scheduled.total_num_scheduled_tokens and self._chosen:
             self._keep(scheduled.num_scheduled_tokens)
         return result

@@ -42,7 +42,7 @@ READERS: dict[str, Callable[[Any], Buckets]]
 READERS = {"staged": StagedBuckets, "storage": StorageBuckets}
 """The workers' halves of the ways, by what the trainer's half calls them."""
 
-Outcome = dict[str, Any]
+WorkerOutcome = dict[str, Any]
 """The result of a method: plain types, "error" (None or a sentence that names the worker) among them."""
 
 P = ParamSpec("P")
@@ -92,15 +92,15 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
     return runs
 
 
-def _never_raising(method: Callable[P, Outcome | None]) -> Callable[P, Outcome]:
-    """A method of a worker that returns an `Outcome` in any case, with the fields that it gives itself.
+def _never_raising(method: Callable[P, WorkerOutcome | None]) -> Callable[P, WorkerOutcome]:
+    """A method of a worker that returns an `WorkerOutcome` in any case, with the fields that it gives itself.
 
     When one of several workers raises, vLLM's executor takes the others' answers for those of the next call
     (vllm/v1/executor/multiproc_executor.py, collective_rpc).
     """
 
     @wraps(method)
-    def outcome(*arguments: P.args, **named: P.kwargs) -> Outcome:
+    def outcome(*arguments: P.args, **named: P.kwargs) -> WorkerOutcome:
         worker: Any = arguments[0]
         try:
             fields = method(*arguments, **named)
@@ -113,7 +113,7 @@ def _never_raising(method: Callable[P, Outcome | None]) -> Callable[P, Outcome]:
 
 class VllmInternalWorkerExtension:
     """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which is asserted there
-    (vllm/v1/worker/worker_base.py, init_worker). Those that return an `Outcome` never raise.
+    (vllm/v1/worker/worker_base.py, init_worker). Those that return an `WorkerOutcome` never raise.
     """
 
     hotbunk_rank: ChannelCarrier | None = None
@@ -123,7 +123,7 @@ class VllmInternalWorkerExtension:
     hotbunk_recording: Recording | None = None
     hotbunk_shared: SharedWeights | None = None
     hotbunk_routes: "RouteRecorder | None" = None
-    hotbunk_joining: "Future[Outcome] | None" = None
+    hotbunk_joining: "Future[WorkerOutcome] | None" = None
     hotbunk_by_weight: WeightLoader | None = None
 
     def report_device_id(self) -> str:
@@ -143,7 +143,7 @@ class VllmInternalWorkerExtension:
         buckets = (READERS.get(reader) or load(reader))(self)
         self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank", self.device)  # type: ignore[attr-defined]
 
-    def update_weights_via_ipc_zmq(self, session: int | None, timeout_s: float) -> Outcome:
+    def update_weights_via_ipc_zmq(self, session: int | None, timeout_s: float) -> WorkerOutcome:
         """Receive one weight update from this worker's rank; success and failure are reported to the rank, too.
         `session`: the number that its messages carry; None: the next that begins, once the rank has heard of the call.
         """
@@ -155,7 +155,7 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_receive(self.hotbunk_rank)
 
     @_never_raising
-    def hotbunk_share_weights(self) -> Outcome:
+    def hotbunk_share_weights(self) -> WorkerOutcome:
         """Let the trainer compute with this model's parameters, after an update that was recorded.
         `handle` and `places`: see `SharedWeights`.
         """
@@ -171,7 +171,7 @@ class VllmInternalWorkerExtension:
         self.hotbunk_routes = RouteRecorder(self.model_runner, self.get_model())  # type: ignore[attr-defined]
 
     @_never_raising
-    def hotbunk_take_routes(self, request: str) -> Outcome:
+    def hotbunk_take_routes(self, request: str) -> WorkerOutcome:
         """`routes`: see `RouteRecorder.take`; of the group's first worker only, since all have the same.
         `format`: layers, experts of a token in each, dtype.
         """
@@ -205,7 +205,7 @@ class VllmInternalWorkerExtension:
         membership = self.hotbunk_membership
         return membership is not None and membership.stands(membership.place)
 
-    def update_weights_from_collective(self, timeout_s: float = 300.0) -> Outcome:
+    def update_weights_from_collective(self, timeout_s: float = 300.0) -> WorkerOutcome:
         """Receive one update from the group; every wait ends after `timeout_s`."""
         if self.hotbunk_membership is None:
             return self._hotbunk_outcome("in no weights group: init_collective comes first")
@@ -213,7 +213,7 @@ class VllmInternalWorkerExtension:
 
     def init_weight_update_group(
         self, master_address: str, master_port: int | str, rank_offset: int, world_size: int
-    ) -> Outcome:
+    ) -> WorkerOutcome:
         """Begin to join a group, as TorchRL's workers do: returns at once, and what becomes of it the first
         `update_weight` says. Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`; this worker's rank is
         its rank in the engine + `rank_offset`.
@@ -233,7 +233,7 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     @torch.no_grad()
-    def update_weight(self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0) -> Outcome:
+    def update_weight(self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0) -> WorkerOutcome:
         """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: how many are still to come.
         The first begins an update of all weights of the model; an error ends it.
         """
@@ -276,7 +276,7 @@ class VllmInternalWorkerExtension:
 
     def load_weights_from_storage(
         self, storage_path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
-    ) -> Outcome:
+    ) -> WorkerOutcome:
         """Load the latest complete update that a `StorageWriter` has written to the folder `storage_path`, reading so
         many buckets of it at a time.
         `verify`: read it again and compare, where weights are kept as they are sent; digests are always checked.
@@ -285,13 +285,13 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_receive(StorageCarrier(storage_path, device, timeout_s, verify, num_threads))
 
     @_never_raising
-    def hotbunk_model_metadata(self) -> Outcome:
+    def hotbunk_model_metadata(self) -> WorkerOutcome:
         """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
         As the latest update brought it; before the first one, as the checkpoint has it.
         """
         return {"weights": self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config)}  # type: ignore[attr-defined]
 
-    def _hotbunk_receive(self, carrier: Carrier) -> Outcome:
+    def _hotbunk_receive(self, carrier: Carrier) -> WorkerOutcome:
         self._hotbunk_end_by_weight()
         if self.hotbunk_routes is not None:
             self.hotbunk_routes.clear()
@@ -308,7 +308,7 @@ class VllmInternalWorkerExtension:
         if membership is not None:
             membership.leave()
 
-    def _hotbunk_outcome(self, error: str | None, **fields: Any) -> Outcome:
+    def _hotbunk_outcome(self, error: str | None, **fields: Any) -> WorkerOutcome:
         rank = self.rank  # type: ignore[attr-defined]
         where = f"worker {rank} on {self.report_device_id()} (pid {os.getpid()})"
         return {"error": error and f"{where}: {error}", "rank": rank, **fields}

@@ -40,20 +40,20 @@ def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
     """
     if not plain_on_cpu and next(model.parameters()).device.type == "cpu":
         return [model]
-    found: list[Module] = []
+    outermost: list[Module] = []
     inside: set[Module] = set()
     for module in model.modules():  # from the outside in
         method = getattr(module, "quant_method", None)
         packs = method is not None and not _keeps(method)
         products = hasattr(module, "W_UK_T") or hasattr(module, "W_UV")  # of MLA's weights
         if module not in inside and (packs or products):
-            found.append(module)
+            outermost.append(module)
             inside.update(module.modules())
-    return found
+    return outermost
 
 
 def _keeps(method: Any) -> bool:
-    """Whether a module's weights stay as they are loaded."""
+    """Return True if a module's weights stay as they are loaded."""
     if type(method).__name__ == "UnquantizedFusedMoEMethod":
         plain = getattr(getattr(method, "experts_cls", None), "keeps_weights", False)
         return plain or method.unquantized_backend.name in _PLAIN_EXPERTS
@@ -109,7 +109,7 @@ class Reload:
             _repack_tied([module for _, module in self._named()])
 
     def parameters(self) -> set[torch.nn.Parameter]:
-        """Of these modules, as they are now."""
+        """Return the parameters of these modules, as they are now."""
         return {parameter for module in self._modules for parameter in module.parameters()}
 
     def untouched(self) -> list[str]:
@@ -119,12 +119,12 @@ class Reload:
         for name, module in self._named():
             info = get_layerwise_info(module)
             parameters = info.kernel_tensors[0] if info.kernel_tensors else module._parameters
-            own = {id(p) for p in parameters.values() if p is not None}
+            ids = {id(p) for p in parameters.values() if p is not None}
             if not info.can_load() or info.load_numel > 0:
-                loaded |= own
+                loaded |= ids
             elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products
-                missing[name] = own
-        return [name for name, own in missing.items() if not own <= loaded]  # without parameters: nothing to miss
+                missing[name] = ids
+        return [name for name, ids in missing.items() if not ids <= loaded]  # without parameters: nothing to miss
 
     def _named(self) -> list[tuple[str, Module]]:
         inside = {inner for module in self._modules for inner in module.modules()}
@@ -179,9 +179,9 @@ class Arrivals:
                 raise SyncError(f"elements {first} to {last} of {name} arrived a second time")
             bisect.insort(self._parts[name], (first, last))
 
-    def is_like(self, name: str, others: Manifest) -> bool:
-        """True if a weight was announced as it is among others."""
-        return others.get(name) == self._expected[name]
+    def is_like(self, name: str, manifest: Manifest) -> bool:
+        """Return True if a weight was announced as it is in this manifest."""
+        return manifest.get(name) == self._expected[name]
 
     def missing(self) -> list[str]:
         """The weights of which nothing has arrived."""
@@ -363,7 +363,7 @@ class WeightLoader:
             with self._watcher:
                 self.recording.refill()
         elif self.recording is not None:
-            self.recording.check(whole=self._config.parallel_config.tensor_parallel_size == 1)
+            self.recording.check(complete=self._config.parallel_config.tensor_parallel_size == 1)
         self._leave_out(self.arrivals.unread(self._watcher.read))
         elsewhere, written = self._reload.parameters(), self._watcher.written
         untouched = [
@@ -391,8 +391,8 @@ class WeightLoader:
         An encoder's layers behind the one whose features are used are such (vllm/model_executor/models/clip.py).
         """
         with suppress(SyncError, OSError, ValueError):  # where the checkpoint is not here, nothing is known of it
-            own = own_checkpoint(self._config.model_config) if unread else {}
-            self.left_out = [name for name in unread if self.arrivals.is_like(name, own)]
+            manifest = own_checkpoint(self._config.model_config) if unread else {}
+            self.left_out = [name for name in unread if self.arrivals.is_like(name, manifest)]
         if self.recording is not None:
             self.left_out = self.recording.leave_out(self.left_out)
 
@@ -413,5 +413,5 @@ def own_checkpoint(config: ModelConfig) -> Manifest:
 
 
 def copy_of(weights: NamedTensors) -> NamedTensors:
-    """The same weights in memory of their own."""
+    """Return copies of the weights."""
     return [(name, tensor.clone()) for name, tensor in weights]

@@ -20,12 +20,12 @@ def key_noise(runner: Any) -> None:
 
     def forward(logits: Tensor, generators: dict[int, Generator], k: Tensor | None, p: Tensor | None) -> Any:
         tokens = runner.input_batch.num_tokens_no_spec  # of each row, all before the one that is sampled
-        return draw(logits, {row: keyed(own, int(tokens[row])) for row, own in generators.items()}, k, p)
+        return draw(logits, {row: keyed(generator, int(tokens[row])) for row, generator in generators.items()}, k, p)
 
     sampler.forward = forward
 
 
-def keyed(own: Generator, position: int) -> Generator:
-    """A generator for one position of the request that `own` was seeded for. On CPU it uses 32 bits of its seed."""
-    place = hashlib.blake2b(f"{own.initial_seed()}/{position}".encode(), digest_size=4).digest()
-    return Generator(own.device).manual_seed(int.from_bytes(place, "little"))
+def keyed(generator: Generator, position: int) -> Generator:
+    """Return a generator for one position of the request that `generator` was seeded for, of 32 bits on CPU."""
+    place = hashlib.blake2b(f"{generator.initial_seed()}/{position}".encode(), digest_size=4).digest()
+    return Generator(generator.device).manual_seed(int.from_bytes(place, "little"))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sharding.wire.channel import Conversation, SyncError
+from sharding.wire.channel import MessageLine, SyncError
 from sharding.wire.digests import digests_of
 from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest
 from sharding.wire.staging import open_memory, stamped_bucket, wait_for_writes
@@ -30,20 +30,20 @@ class Carrier(Protocol):
         """
 
     def answer(self, **fields: Any) -> None:
-        """The message was served."""
+        """Answer a message that was served."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         """The bucket that a message announces, uint8 [nbytes], checked; it stays so until the next call of `next`."""
 
     def leave(self, message: dict[str, Any]) -> None:
-        """`end` or `abort` was read; nothing refers to the memory any more."""
+        """End the update after `end` or `abort`, when nothing refers to the memory any more."""
 
     def fail(self, error: Exception) -> None:
-        """This worker has failed; tell the sender and let go of the memory."""
+        """Tell the sender that this worker has failed, and let go of the memory."""
 
 
 @dataclass
-class Outcome:
+class UpdateOutcome:
     """The outcome of an update on this worker; the extension returns it as a dictionary.
     `error`: None when everything arrived and was accounted for; else what went wrong, and on which worker.
     `nbytes`: of the weights, without padding.
@@ -72,7 +72,7 @@ class Receiver:
         promised: Manifest | None = None,
         recording: Recording | None = None,
     ) -> None:
-        self.outcome = Outcome()
+        self.outcome = UpdateOutcome()
         self.weights: Manifest = {}
         self._verify: dict[str, Any] = {}
         self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
@@ -80,7 +80,7 @@ class Receiver:
         self._loader: WeightLoader | AdapterLoader
         self._loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
 
-    def receive(self, carrier: Carrier) -> Outcome:
+    def receive(self, carrier: Carrier) -> UpdateOutcome:
         """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
         start = time.perf_counter()
         try:
@@ -142,10 +142,10 @@ class Receiver:
         recording = self._loader.recording
         if recording is not None and recording.complete:
             self._sealed = {n: recording.sealed[n] for n in self._verify["weights"] if recording.replayable(n)}
-        whole = self._loader.whole()
-        records = recording is not None and whole is None
+        unsplit = self._loader.whole()
+        records = recording is not None and unsplit is None
         views = {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
-        return {"plain": self._loader.plain, "views": views, "whole": whole, "records": records}
+        return {"plain": self._loader.plain, "views": views, "whole": unsplit, "records": records}
 
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
         weights = self._views(buffer, message)
@@ -194,10 +194,10 @@ class Buckets(Protocol):
     closed: int
 
     def expect(self, message: dict[str, Any]) -> None:
-        """A bucket was announced, in this message."""
+        """Note that this message announces a bucket."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """See `Carrier.bucket`."""
+        """Return the bucket that a message announces, as `Carrier.bucket` says."""
 
     def close(self, reason: str | None = None) -> None:
         """Let go of all memory; `reason` where the update broke off."""
@@ -215,7 +215,7 @@ class StagedBuckets:
         self._buffers: list[torch.Tensor] = []
 
     def expect(self, message: dict[str, Any]) -> None:
-        """See `Buckets`: the bucket is there when it is announced."""
+        """Do nothing: the bucket is there when it is announced."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         if message["handle"] != self._handle:
@@ -239,7 +239,7 @@ class ChannelCarrier:
     """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come their own way."""
 
     def __init__(
-        self, channel: Conversation, buckets: Buckets, waiting_for: str, device: torch.device | None = None
+        self, channel: MessageLine, buckets: Buckets, waiting_for: str, device: torch.device | None = None
     ) -> None:
         """`waiting_for` names the sender in the error of a wait that has been too long."""
         self._channel, self._buckets, self._waiting_for = channel, buckets, f"message from {waiting_for}"
@@ -290,12 +290,12 @@ class ChannelCarrier:
 
     def fail(self, error: Exception) -> None:
         """Let go of the trainer's memory and answer with the error."""
-        told = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)  # they hold views of the memory, which would stay mapped
             cause = cause.__cause__ or cause.__context__
-        self._buckets.close(told)
+        self._buckets.close(reason)
         self.shards.close()
         with suppress(SyncError):  # a trainer that has gone needs no answer
-            self._channel.send("failed", session=self._session, error=told, left=True)
+            self._channel.send("failed", session=self._session, error=reason, left=True)

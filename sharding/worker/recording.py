@@ -33,7 +33,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Copy:
+class RecordedCopy:
     """A view of a weight that goes into a view of a parameter.
     `offset`: of the view's first element from the weight's, in elements.
     `shape`, `stride`: of the view, which has the target's shape; dimensions in the order of the weight's memory.
@@ -50,7 +50,7 @@ class Copy:
             return weight  # most are copied whole, and a view takes longer to make than to find needless
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
 
-    def within(self, first: int, last: int) -> Iterator["Copy"]:
+    def within(self, first: int, last: int) -> Iterator["RecordedCopy"]:
         """The parts of it that read the weight's elements [first, last), with offsets from the first of them.
 
         Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and two of row 2.
@@ -63,10 +63,12 @@ class Copy:
         touched, inside = _rows_within((self.offset, self.shape, self.stride), first, last)
         for row in (row for row in touched if row not in inside):
             offset = self.offset + row * self.stride[0]
-            yield from Copy(offset, self.shape[1:], self.stride[1:], self.target[row]).within(first, last)
+            yield from RecordedCopy(offset, self.shape[1:], self.stride[1:], self.target[row]).within(first, last)
         if inside:
             offset = self.offset + inside.start * self.stride[0] - first
-            yield Copy(offset, (len(inside), *self.shape[1:]), self.stride, self.target[inside.start : inside.stop])
+            yield RecordedCopy(
+                offset, (len(inside), *self.shape[1:]), self.stride, self.target[inside.start : inside.stop]
+            )
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ class Recording:
     weights: Manifest
     parameters: frozenset[int]
     elements: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    copies: dict[str, list[RecordedCopy]] = field(default_factory=dict)
     fills: list[tuple[Tensor, float]] = field(default_factory=list)
     unreplayable: dict[str, str] = field(default_factory=dict)
-    parts: dict[tuple[str, int, int], list[Copy]] = field(default_factory=dict)
+    parts: dict[tuple[str, int, int], list[RecordedCopy]] = field(default_factory=dict)
     sealed: dict[str, list[tuple[View, Tensor]]] = field(default_factory=dict)
     complete: bool = False
 
@@ -122,7 +124,7 @@ class Recording:
             offset = int(source.storage_offset()) - weight.offset
             order = sorted(range(view.dim()), key=view.stride, reverse=True)  # as the weight lies in memory
             view = view.permute(order)
-            copy = Copy(offset, tuple(view.shape), view.stride(), target.detach().permute(order))
+            copy = RecordedCopy(offset, tuple(view.shape), view.stride(), target.detach().permute(order))
             self.copies.setdefault(name, []).append(copy)
             self.elements[name] = weight.elements
 
@@ -169,19 +171,19 @@ class Recording:
         _copy_all([(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]])
 
     def replay_parts(self, parts: list[Part]) -> list[list[Tensor]]:
-        """As `replay`, of elements of weights, cast where they come in another dtype; what was written for each part.
-        Which copies a part comes to is worked out once.
+        """Replay the copies of elements of weights, cast if they come in another dtype. Returns what was written for
+        each part. The copies that belong to a part are worked out once.
         """
-        found = [self._copies_within(name, first, values.numel()) for name, first, values in parts]
-        pairs = zip(found, (values for _, _, values in parts), strict=True)
+        by_part = [self._copies_within(name, first, values.numel()) for name, first, values in parts]
+        pairs = zip(by_part, (values for _, _, values in parts), strict=True)
         _copy_all([(copy.target, copy.source(values)) for copies, values in pairs for copy in copies])
-        return [[copy.target for copy in copies] for copies in found]
+        return [[copy.target for copy in copies] for copies in by_part]
 
     def reads(self, name: str, first: int, count: int) -> bool:
         """True if some of these elements of a weight are copied."""
         return bool(self._copies_within(name, first, count))
 
-    def _copies_within(self, name: str, first: int, count: int) -> list[Copy]:
+    def _copies_within(self, name: str, first: int, count: int) -> list[RecordedCopy]:
         key = (name, first, count)
         if key not in self.parts:
             self.parts[key] = [part for copy in self.copies[name] for part in copy.within(first, first + count)]
@@ -214,12 +216,12 @@ class Recording:
         self.parameters = parameter_storages(model)
         self.parts.clear()  # they are views of the old memory
 
-    def check(self, whole: bool) -> None:
+    def check(self, complete: bool) -> None:
         """End the recording: what does not add up is left to the loaders.
-        `whole`: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
+        `complete`: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
         """
         for name, copies in self.copies.items():
-            if whole and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
+            if complete and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
                 self.unreplayable.setdefault(name, "its elements are not each read once")
         self._check_targets()
         for name, copies in self.copies.items():
@@ -282,7 +284,7 @@ def _covers_once(views: list[View], elements: int) -> bool:
 
 
 def _runs(view: View) -> View:
-    """The same elements with the contiguous ones in the last dimension, whose stride is 1."""
+    """Return a view of the same elements with the contiguous ones in the last dimension, whose stride is 1."""
     offset, shape, stride = view
     dimensions = sorted(((s, n) for n, s in zip(shape, stride, strict=True) if n > 1), reverse=True)
     run = 1

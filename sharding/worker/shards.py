@@ -25,7 +25,7 @@ class MappedShards:
         self._parts: list[Part] = []
 
     def parts(self, message: dict[str, Any]) -> list[Part]:
-        """What ranks hold of each weight: views of their memory, in the dtypes that they keep. See `Pull.message`.
+        """Return what ranks hold of each weight: views of their memory, in the dtypes that they keep (`Pull.message`).
         Raises SyncError: memory is gone, or does not bear the stamp that was announced.
         """
         handles = [source["handle"] for source in message["sources"]]
@@ -44,7 +44,7 @@ class MappedShards:
             raise SyncError(f"rank {source['rank']}'s shards are not there to be mapped any more: {error}") from error
 
     def factors(self, message: dict[str, Any]) -> dict[str, Callable[[], Factors]]:
-        """Of each weight with an adapter, what puts its factors together; after `parts`."""
+        """Return for each weight with an adapter a function that puts its factors together; call `parts` first."""
         return {name: partial(self._factors, *adapter) for name, *adapter in message["added"]}
 
     def _factors(self, scale: float, b: list[Any], a: list[Any]) -> Factors:
@@ -52,19 +52,19 @@ class MappedShards:
 
     def _whole(self, shape: list[int], parts: list[list[Any]]) -> torch.Tensor:
         """A tensor whose elements ranks hold, in float32."""
-        found = [self._part(*part) for part in parts]
-        if (held := sum(values.numel() for _, _, values in found)) != math.prod(shape):
+        views = [self._part(*part) for part in parts]
+        if (held := sum(values.numel() for _, _, values in views)) != math.prod(shape):
             raise SyncError(f"ranks hold {held} elements of a factor of shape {shape}")
-        whole = torch.empty(shape, dtype=torch.float32, device=self._device)
-        for _, first, values in found:
-            whole.view(-1)[first : first + values.numel()].copy_(values)
-        return whole
+        factor = torch.empty(shape, dtype=torch.float32, device=self._device)
+        for _, first, values in views:
+            factor.view(-1)[first : first + values.numel()].copy_(values)
+        return factor
 
     def check(self, message: dict[str, Any], complaint: str) -> None:
         """Raise SyncError, with the `complaint`, where a stamp is not the one that was announced."""
         for source, memory in zip(message["sources"], self._memory, strict=True):
-            if (found := stamped(memory[-1])) != source["stamp"]:
-                bears = f"(it bears the stamp {found}, not {source['stamp']})"
+            if (number := stamped(memory[-1])) != source["stamp"]:
+                bears = f"(it bears the stamp {number}, not {source['stamp']})"
                 raise SyncError(f"what this worker maps of rank {source['rank']}'s shards {complaint} {bears}")
 
     def _part(self, name: str, dtype: str, first: int, count: int, source: int, storage: int, at: int) -> Part:

@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 
 
 def digest(data: memoryview) -> str:
-    """Of a bucket's bytes; a reader finds by it what the disk has damaged."""
+    """Return the digest of a bucket's bytes, by which a reader finds what the disk has damaged."""
     return hashlib.blake2b(data).hexdigest()
 
 

@@ -193,7 +193,7 @@ def cut_parameters(mode: FakeTensorMode) -> list[tuple[str, Tensor]]:
 def test_weights_are_gathered_without_waiting(ranks: None) -> None:
     mode = FakeTensorMode()
     source = FsdpWeightSource(cut_parameters(mode), torch.bfloat16)
-    plan = BucketPlan(source.parameters(), 8192, whole=())  # some come in parts
+    plan = BucketPlan(source.parameters(), 8192, unsplit=())  # some come in parts
     assert any(not slot.whole for bucket in plan.buckets for slot in bucket.slots)
     with mode, Waits() as waits:
         for number, bucket in enumerate(plan.buckets):

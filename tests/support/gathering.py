@@ -32,7 +32,7 @@ def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
     pieces = [piece for parameter in parameters for piece in parameter.pieces]
     weights = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in pieces}
     times = {name: torch.zeros(weight.numel(), dtype=torch.int32) for name, weight in weights.items()}
-    for bucket in BucketPlan(parameters, bucket_bytes, whole=()).buckets:
+    for bucket in BucketPlan(parameters, bucket_bytes, unsplit=()).buckets:
         assert bucket.nbytes <= bucket_bytes
         buffer = torch.full((bucket.nbytes + STAMP_BYTES,), 255, dtype=torch.uint8)
         gather(source, bucket, buffer, 1)

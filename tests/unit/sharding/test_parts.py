@@ -17,7 +17,7 @@ from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import ALIGNMENT, Bucket, BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter, Stretch
 from sharding.worker import extension
-from sharding.worker.recording import Copy
+from sharding.worker.recording import RecordedCopy
 from tests.support.in_process import InProcess, SmallModel, small_weights
 
 BUCKET = 1024
@@ -40,7 +40,7 @@ def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int]
     padded = torch.full((shards, shard), -1.0)
     padded.view(-1)[: ends[-1]] = torch.arange(ends[-1])
     parameter = SourceParameter("fused", padded.nbytes, pieces, shards)
-    plan = BucketPlan([parameter, SourceParameter("behind", 8, (Piece("b", "float32", (2,), 0),))], bound, whole=())
+    plan = BucketPlan([parameter, SourceParameter("behind", 8, (Piece("b", "float32", (2,), 0),))], bound, unsplit=())
     assert plan.capacity <= max(bound, shards * ALIGNMENT)
     found = {piece.name: torch.full(piece.shape, -2.0) for piece in pieces}
     for bucket in plan.buckets:
@@ -71,7 +71,7 @@ def test_the_largest_weights_of_7b_in_bfloat16_go_through_a_gibibyte() -> None:
     embedding = 152064 * 3584 * 2
     for ranks in (1, 2, 4, 8, 64):
         parameters = [SourceParameter(name, embedding, (), ranks) for name in ("embedding", "head")]
-        assert BucketPlan(parameters, 512 << 20, whole=()).capacity <= 512 << 20
+        assert BucketPlan(parameters, 512 << 20, unsplit=()).capacity <= 512 << 20
         assert BucketPlan(parameters, 512 << 20).capacity == embedding
 
 
@@ -90,7 +90,7 @@ def test_a_copy_is_cut_to_what_counting_elements_says(
     )
     target = torch.full(shape, -1)
     values = torch.arange(first, first + count)
-    for part in Copy(offset, shape, stride, target).within(first, first + count):
+    for part in RecordedCopy(offset, shape, stride, target).within(first, first + count):
         assert (part.target == -1).all(), "written before"
         part.target.copy_(part.source(values))
     inside = (places >= first) & (places < first + count)
