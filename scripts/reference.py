@@ -204,7 +204,9 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]
 
 def described(name: str, member: Any) -> list[str]:
     """The lines about one public name: its signature, the first paragraph of its docstring, and its public members."""
-    if isinstance(member, str) or not (inspect.isclass(member) or inspect.isfunction(member)):
+    if isinstance(member, str):
+        return [f"`{member!r}`"]
+    if not (inspect.isclass(member) or inspect.isfunction(member)):  # an alias of a type
         return [f"`{plain(str(member))}`"]
     lines = [f"```\n{signature(name, member)}\n```", "", paragraph(member)]
     if rows := list(members_of(member)) if inspect.isclass(member) and not issubclass(member, BaseModel) else []:
