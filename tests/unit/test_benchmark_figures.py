@@ -1,5 +1,6 @@
 """What the benchmarks make of what they measure."""
 
+import re
 from pathlib import Path
 
 import common
@@ -45,3 +46,15 @@ def test_ways_are_drawn_over_the_bytes_they_moved(tmp_path: Path) -> None:
     ]
     weight_sync.plot(sizes, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 10_000
+
+
+def test_rows_on_the_page_are_those_of_the_table() -> None:
+    """Each figure's commit on docs/benchmarks.md is that of a row of the CSV, which table.py finds by its words."""
+    import table
+
+    page = (table.ROWS.parent / "benchmarks.md").read_text()
+    commits = re.findall(r"\b[0-9a-f]{7}\b", page)
+    assert len(re.findall(r"^\| .* \|$", page, re.MULTILINE)) == 1 + 12
+    assert all(table.matching([commit]) for commit in commits)
+    assert len(table.matching([])) > 30
+    assert table.main(["no such words"]) == 1
