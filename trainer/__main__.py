@@ -1,4 +1,4 @@
-"""`python -m trainer`, so that `torchrun … -m trainer train RECIPE` works."""
+"""The entry point of `python -m trainer`, so that `torchrun … -m trainer train RECIPE` works."""
 
 import sys
 

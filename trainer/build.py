@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: its ranks, policies and sharding manager."""
+"""Builds the parts of a run from its recipe: ranks, models, the source of answers and the weight path."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -40,9 +40,9 @@ from trainer.start import Start
 
 @contextmanager
 def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
-    """Among the ranks, with signal handlers and a watchdog; at the end all leave together.
+    """Joins the ranks, with signal handlers and a watchdog, for the block; afterwards all ranks leave together.
 
-    `lock` is that of the run's folder, which rank 0 has taken.
+    `lock` is the lock of the run's folder, which rank 0 has taken and which all ranks share from here on.
     """
     # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
@@ -50,7 +50,7 @@ def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
     number, ranks = rank(EVERYBODY), world_size(EVERYBODY)
     if lock is not None:
         lock.share(number, ranks)
-    far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher holds the store
+    far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher hosts the store
     with Watchdog(store(), number, ranks, far=far, device=str(rank_device(config))) as watchdog:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
@@ -58,10 +58,10 @@ def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
 
 
 def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:
-    """The policy; a frozen reference, where KL or a teacher is asked for; a critic with a trunk of its own.
+    """Builds the policy, a frozen reference if the recipe needs one, and a critic unless it shares the policy's trunk.
 
-    The latter two are always on FSDP2. The reference is what the policy starts from, its base where it has adapters, or
-    the teacher.
+    A reference is needed for a KL term or a teacher. It is the initial policy, the base model if the policy has
+    adapters, or the teacher. Reference and critic always use FSDP2.
     """
     algorithm, in_place = config.algorithm, config.sync.way == "zero_copy"
     updates = config.run.steps * updates_asked(config)
@@ -79,7 +79,7 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
 
 
 def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], bool]) -> Sampling:
-    """The sampling of a rank whose crew has engines. `give_up`: whether to leave a step's answers be."""
+    """Builds the source of answers of a rank in whose crew engines run. `give_up` says if a step is to be abandoned."""
     config = start.config
     engines, most = world_size() // placement(config).engine_ranks(config.engine), config.rollout.max_error_rate
     pool = Pool(start.leader, start.tokenizer, start.rewards, store(), start.level, engines, max_error_rate=most)
@@ -87,7 +87,7 @@ def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], boo
     if config.rollout.slice_tokens is not None:
         carried = CarriedPool(config, pool, partial(start.prompts.take, seed=config.run.seed), start.carried)
     elif start.carried is not None and read_groups(start.carried):
-        say(f"{start.carried} has unfinished answers, which are left out, since rollout.slice_tokens is null now")
+        say(f"{start.carried} has unfinished answers, which are dropped, since rollout.slice_tokens is null now")
     lengths = start.state.lengths if config.rollout.order == "longest_first" else None
     sampling = Sampling(
         config, pool, start.prompts, start.sampling, start.held_outs, lengths, give_up=give_up, carried=carried
@@ -98,14 +98,14 @@ def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], boo
 def build_source(
     start: Start, sharding: ShardingManager | EnginesApart, resources: ExitStack, give_up: Callable[[], bool]
 ) -> Source:
-    """The source of answers of a rank that trains, whose weights `sharding` brings to the engines."""
+    """Builds the source of answers of a training rank, whose weights `sharding` sends to the engines."""
     if isinstance(sharding, EnginesApart):
         return Apart(start.config, sharding, start.carried)
     return build_sampling(start, resources, give_up)
 
 
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | EnginesApart:
-    """The weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
+    """Builds the weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
@@ -120,18 +120,21 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:
-    """Of the recipe."""
+    """Returns the recipe's settings of weight synchronisation."""
     return SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
 
 
 def weights_host() -> str:
-    """The address of this machine at which engines reach it: loopback where all ranks are here."""
+    """Returns the address at which engines reach this machine: loopback if all ranks run on it."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
-    """The way that sync.way names; for auto, staged. One's own is made with the device and a wait's deadline (s)."""
+    """Builds the way of syncing weights that sync.way names; `auto` means staged.
+
+    A custom class is called with the device and the deadline of a wait in seconds.
+    """
     device, timeout = policy.device, config.sync.timeout_s
     match config.sync.way:
         case "staged" | "auto":
@@ -149,7 +152,7 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
-    """All weights under the checkpoint's names, adapters merged."""
+    """Returns the source of all weights under the checkpoint's names, with adapters merged into them."""
     weights = [(name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)]
     return MergingWeightSource(
         weights, low_rank(policy.model), dtype, lambda name, shape: checkpoint_views(policy.model, name, shape)
@@ -157,7 +160,7 @@ def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
 
 
 def adapter_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
-    """The factors of the adapters under PEFT's names, by which vLLM knows them."""
+    """Returns the source of the adapters' factors under PEFT's names, which vLLM expects."""
     return FsdpWeightSource(
         list(factors(policy.model).items()), dtype, lambda name, shape: one_piece(peft_name(name), shape)
     )

@@ -1,4 +1,4 @@
-"""Checks of a recipe that need torch and the model's files, made before any weights are loaded."""
+"""Checks of a recipe that need torch and the model's files, but not the weights."""
 
 from pathlib import Path
 
@@ -20,19 +20,20 @@ from trainer.policy.routing import asked_routers
 
 
 def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless the teacher, if there is one, has the same tokens under the same ids."""
+    """Raises UserError unless the teacher, if there is one, has the policy's vocabulary with the same token ids."""
     teacher = config.algorithm.teacher
     if teacher is not None:
-        own = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
-        if own.get_vocab() != tokenizer.get_vocab():
+        theirs = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
+        if theirs.get_vocab() != tokenizer.get_vocab():
             raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise UserError unless Transformers can build the model, and PEFT its adapters; tried without their weights.
+    """Raises UserError unless the recipe's model can be built and supports the recipe's settings.
 
-    And unless sequences can be packed and shared in it as the recipe asks for, its routers take the routes of the
-    recipe, and a way of weights that it names can be imported.
+    Builds the model with Transformers, and its adapters with PEFT, without weights. Then checks that the model supports
+    the packing, the sequence parallelism and the routes that the recipe asks for, and that a custom `sync.way` can be
+    imported.
     """
     if ":" in config.sync.way:
         try:
@@ -49,10 +50,10 @@ def check_model(config: TrainConfig) -> None:
             asked_routers(model, config.model.routes)
     except UserError:
         raise
-    except Exception as error:  # whatever the model's own code makes of its config.json
+    except Exception as error:  # the model's own code may raise anything
         if "does not support an attention implementation" in str(error):
             remedy = "set it to eager, and batch.packing to false"
-            refused = f"{path} knows no {config.model.attn_implementation}: {remedy}"
+            refused = f"{path} does not support {config.model.attn_implementation}: {remedy}"
             raise UserError(f"model.attn_implementation: {refused}") from error
         keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
         raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
@@ -63,7 +64,7 @@ def check_model(config: TrainConfig) -> None:
 
 
 def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:
-    """Raise UserError, with the numbers, unless trainer and engine fit on one GPU, in a run of so many ranks."""
+    """Raises UserError, with estimated sizes, unless trainer and engine fit on one GPU in a run of `ranks` ranks."""
     if device.type == "cuda":
         sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
         if problems := list(over_budget(config, sizes, training_ranks(config, ranks), total)):

@@ -1,6 +1,6 @@
-"""The commands of `hotbunk`, without torch until it is needed; of train and sft one rank: `hotbunk` starts those first.
+"""The command line of `hotbunk`, which imports torch only when a command needs it.
 
-`torchrun … -m trainer train RECIPE` starts ranks as well.
+`train` and `sft` run as one rank here: `hotbunk`, or `torchrun … -m trainer train RECIPE`, has started the ranks.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from trainer.run.lock import RunLock
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command (None: this process's arguments). Returns the exit code; 2: the user has something to mend."""
+    """Runs one command (None: this process's arguments). Returns the exit code; 2 is for mistakes of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     return _reporting(lambda: _naming_paths(lambda: _dispatch(words)))
 
 
 def _naming_paths(action: Callable[[], int]) -> int:
-    """The exit code of `action`. Raises UserError for a path that nothing can be at, or that is closed to this user."""
+    """Runs `action` and returns its exit code. Raises UserError for a path that is too long or that may not be used."""
     try:
         return action()
     except OSError as error:
@@ -57,9 +57,9 @@ def _naming_paths(action: Callable[[], int]) -> int:
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
     if isinstance(sys.stdout, TextIOWrapper):
-        with suppress(OSError):  # a descriptor that has been exchanged below it, as by a supervisor
-            sys.stdout.reconfigure(errors="backslashreplace")  # of an ASCII terminal, or of half a surrogate pair
-    if _sees(argv):  # before anything imports Transformers, which looks for torchvision once
+        with suppress(OSError):  # another process, such as a supervisor, has replaced the descriptor
+            sys.stdout.reconfigure(errors="backslashreplace")  # for ASCII terminals and lone surrogates
+    if _uses_images(argv):  # before anything imports Transformers, which looks for torchvision once
         hotbunk_torchvision.show()
     arguments = parse(argv)
     command = arguments.command
@@ -78,7 +78,7 @@ def _dispatch(argv: list[str]) -> int:
             from trainer.data import load_tokenizer
             from trainer.rollouts.level import RolloutLevel
 
-            RolloutLevel(config, load_tokenizer(config.model))  # loads what that section names
+            RolloutLevel(config, load_tokenizer(config.model))  # loads the functions that the section names
         return 0
     if arguments.dry_run:
         check_inputs(config, command)
@@ -89,14 +89,14 @@ def _dispatch(argv: list[str]) -> int:
 
     def locked() -> int:
         if os.environ.get("RANK", "0") == "0":
-            lock.take(config.checkpoint.grace_s + 60)  # one that has been asked to end may take so long
+            lock.take(config.checkpoint.grace_s + 60)  # a run that was asked to end may take this long
         return _module(command).main(config, lock) or 0
 
     return processes.run(lambda: _reporting(locked))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """A command and its arguments; what overrides keys of a recipe is `overrides`. Raises UserError."""
+    """Parses a command and its arguments; `overrides` holds the overridden keys of a recipe. Raises UserError."""
     argv, overrides = split_overrides(argv)
     arguments = _parser(next(iter(argv), "")).parse_args(argv, argparse.Namespace(overrides=overrides))
     if overrides and not hasattr(arguments, "recipe"):
@@ -105,20 +105,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def training_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The recipe that the arguments of train or sft name, with what they override. Raises UserError."""
+    """Loads the recipe that the arguments of train or sft name, with their overrides. Raises UserError."""
     resume = [] if arguments.resume is None else [f"checkpoint.resume={json.dumps(arguments.resume)}"]
     return load_config(arguments.recipe, [*arguments.overrides, *resume])
 
 
-def _sees(argv: Sequence[str]) -> bool:
-    """Whether a recipe, a run or a model among the arguments has to do with images."""
+def _uses_images(argv: Sequence[str]) -> bool:
+    """Returns True if a recipe, a run or a model among the arguments uses images."""
     words, overrides = split_overrides(list(argv))
-    for path in map(Path, words[1:]):  # some may be no paths at all, such as a long --prompt
+    for path in map(Path, words[1:]):  # some may not be paths, such as a long --prompt
         recipe = path / "config.yaml" if os.path.isdir(path) else path
         if is_multimodal(str(path)):
             return True
         if recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe):
-            with suppress(UserError):  # which is told when the command reads it
+            with suppress(UserError):  # the command will report it
                 config = load_config(recipe, overrides)
                 if config.data.max_images or is_multimodal(config.model.path):
                     return True
@@ -126,9 +126,9 @@ def _sees(argv: Sequence[str]) -> bool:
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:
-    """Load what the run would load before its model: reward functions, tokenizer, prompts. Raises UserError.
+    """Loads everything that a run needs before its weights: reward functions, tokenizer, prompts. Raises UserError.
 
-    The model itself is tried without its weights.
+    Builds the model without weights.
     """
     from trainer.checks import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
@@ -154,7 +154,10 @@ def check_inputs(config: TrainConfig, command: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take `--section.key value` and `--section.key=value` out; gives the rest, and a `section.key=value` for each."""
+    """Splits arguments into those that override no key, and a `section.key=value` for each override.
+
+    Overrides are given as `--section.key value` or `--section.key=value`.
+    """
     rest, overrides = [], []
     words = iter(argv)
     for word in words:
@@ -171,7 +174,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def describe_keys(width: int) -> str:
-    """Every key of a recipe with type, default and meaning, and what its values mean, wrapped to `width` columns."""
+    """Describes all keys of a recipe with type, default, meaning and values, wrapped to `width` columns."""
     lines: list[str] = []
 
     def add(text: str, first: int, further: int) -> None:
@@ -191,29 +194,29 @@ def describe_keys(width: int) -> str:
 
 
 def value_meanings(field: FieldInfo) -> dict[str, str]:
-    """The meaning of each value of a key that takes a fixed set of them."""
-    own: Any = field.json_schema_extra or {}
+    """Returns the meaning of each value of a key that takes a fixed set of values."""
+    extra: Any = field.json_schema_extra or {}
     tables = [choice.table for choice in _choices(_annotation(field))]
-    return own.get("values", {}) | {name: entry.meaning for table in tables for name, entry in table.items()}
+    return extra.get("values", {}) | {name: entry.meaning for table in tables for name, entry in table.items()}
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """The type as it was written: Pydantic takes apart what is annotated."""
+    """Returns the type as it was written, since Pydantic splits an annotated type into type and metadata."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 def _choices(annotation: Any) -> list[OneOf]:
-    found = list(getattr(annotation, "__metadata__", ()))
-    return [each for each in found if isinstance(each, OneOf)] + [
+    metadata = getattr(annotation, "__metadata__", ())
+    return [item for item in metadata if isinstance(item, OneOf)] + [
         choice for part in get_args(annotation) if not isinstance(part, str | int) for choice in _choices(part)
     ]
 
 
 def _type(annotation: Any) -> str:
-    """A type as a person writes it: `int`, `auto|cpu|cuda`, `float|null`, `list`."""
+    """Returns a type as users write it: `int`, `auto|cpu|cuda`, `float|null`, `list`."""
     if get_origin(annotation) is Annotated:
-        first, *others = get_args(annotation)
-        table = next((other for other in others if isinstance(other, OneOf)), None)
+        first, *metadata = get_args(annotation)
+        table = next((item for item in metadata if isinstance(item, OneOf)), None)
         return "|".join([*table.table, *["file.py:fn"] * table.custom]) if table else _type(first)
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
@@ -225,14 +228,14 @@ def _type(annotation: Any) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its complaints in one sentence like all others."""
+    """An argparse parser that raises UserError, with one sentence, instead of exiting."""
 
     def error(self, message: str) -> Any:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The arguments of the command that was chosen, and the names of all."""
+    """Builds the parser, with the arguments of the chosen command and the names of all commands."""
     parser = _Parser(prog="hotbunk", description="Reinforcement learning of language models on shared GPUs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summaries = {"train": "train a model by reinforcement", "sft": "warm-start a model on the answers in the data"}
@@ -258,9 +261,9 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _commands() -> dict[str, str]:
-    """What `hotbunk` does beside train and sft: the files of trainer/commands that take arguments, with first lines.
+    """Returns the commands besides train and sft, with their summaries: the files in trainer/commands with arguments.
 
-    They are read, not imported, so that `hotbunk --help` answers before torch could be loaded.
+    A summary is the first line of its file. Files are read, not imported, so that `hotbunk --help` answers quickly.
     """
     files = sorted(Path(__file__).with_name("commands").glob("*.py"))
     texts = {path.stem: path.read_text("utf-8") for path in files}
@@ -278,9 +281,9 @@ def _module(command: str) -> ModuleType:
 
 
 def _reporting(action: Callable[[], int]) -> int:
-    """The exit code of `action`; a UserError is printed, once on each machine, and gives 2.
+    """Runs `action` and returns its exit code; a UserError is printed, once on each machine, and returns 2.
 
-    Where all ranks know of it, it is the cause of the exception raised here.
+    The UserError may also be the cause of the exception that a collective has raised on all ranks.
     """
     try:
         return action()
@@ -289,7 +292,7 @@ def _reporting(action: Callable[[], int]) -> int:
         if not isinstance(error, UserError):
             raise
         processes.leave_word("UserError", str(error))
-        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # the first here, or not a number
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # 0, or not a number
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Rows and prompts: read once, tokenised once, in an order that is a pure function of seed, epoch and index."""
+"""Loads rows and tokenises prompts, whose order in training is a pure function of seed, epoch and index."""
 
 import hashlib
 import json
@@ -23,44 +23,44 @@ if TYPE_CHECKING:
 
 _FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _NO_TEMPLATE = "the tokenizer has none, or data.apply_chat_template is false"
-_CHUNK = 1000  # rows tokenised in one call, which the tokenizer spreads over threads
+_CHUNK = 1000  # rows tokenised in one call, which the tokenizer spreads over its threads
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready for the engine."""
+    """One tokenised prompt."""
 
-    id: int  # row index in the dataset, whatever was dropped before it
-    token_ids: tuple[int, ...]  # chat template applied once, generation prompt included
-    row: dict[str, Any]  # the whole row; `row["answer"]` is the column that data.answer_key names; no images
+    id: int  # row index in the dataset; dropped rows count
+    token_ids: tuple[int, ...]  # with the chat template, if any, and its generation prompt
+    row: dict[str, Any]  # the entire row without its images; `row["answer"]` is the column data.answer_key names
     images: tuple[StoredImage, ...] = ()
     image_spans: Spans = ()
 
 
 class PromptDataset(list[Prompt]):
-    """Prompts that fit, and the endless sequence in which training sees them."""
+    """The prompts that are not too long, and the endless sequence in which training takes them."""
 
     def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
         super().__init__(prompts)
-        self.dropped = dropped  # how many prompts were too long
+        self.dropped = dropped  # number of prompts that were too long
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             parts = [prompt.id, prompt.token_ids, prompt.row, *(image.digest for image in prompt.images)]
             line = json.dumps(parts, sort_keys=True, default=repr)
             digest.update(line.encode())
-        self.fingerprint = digest.hexdigest()  # positions are only valid in data with the same one
+        self.fingerprint = digest.hexdigest()  # a position is only valid in data with an equal fingerprint
 
     def take(self, position: int, count: int, seed: int) -> list[Prompt]:
-        """See `take`."""
+        """Returns the `count` prompts from `position` on in training's sequence; see the function `take`."""
         return take(self, position, count, seed)
 
 
 def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
-    """The `count` items from `position` on, in one permutation for each epoch, end to end.
+    """Returns `count` items from `position` on in an endless sequence, in which each epoch is a permutation of `items`.
 
-    Nothing is remembered from call to call, so a run that resumes needs only its position. A batch may span epochs.
+    There is no state between calls, so a run that resumes needs only its position. A batch may span epochs.
     """
     places = (divmod(place, len(items)) for place in range(position, position + count))
     return [items[epoch_order(seed, epoch, len(items))[index]] for epoch, index in places]
@@ -68,9 +68,9 @@ def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
-    """A permutation of range(length) that depends on nothing but its arguments, NumPy's version included.
+    """Returns a permutation of range(length) that depends on the arguments only, not even on NumPy's version.
 
-    Only the raw output of Philox is used: NumPy promises that never to change, unlike what `permutation` makes of it.
+    It uses the raw output of Philox, which NumPy promises never to change, unlike the result of `permutation`.
     """
     key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
     draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(length)
@@ -78,7 +78,7 @@ def epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer of the model, or the one that model.tokenizer names. Raises UserError naming the path."""
+    """Loads the model's tokenizer, or the one that model.tokenizer names. Raises UserError naming the path."""
     from transformers import AutoTokenizer
 
     path = model.tokenizer or model.path
@@ -87,12 +87,15 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     except Exception as error:  # Transformers reads the user's files as they come
         raise UserError(f"no tokenizer can be loaded from {path}: {_one_line(error)}") from error
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks go by position
+        tokenizer.pad_token = tokenizer.eos_token  # harmless, since masks depend on positions, not on ids
     return tokenizer
 
 
 def image_rules(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> ImageRules | None:
-    """How the run treats images; None where it has none. Raises UserError where the model has no processor for them."""
+    """Returns the rules by which a run reads images, or None if it uses no images.
+
+    Raises UserError if the model has no processor for images.
+    """
     data = config.data
     if not data.max_images:
         return None
@@ -109,7 +112,7 @@ def image_rules(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Im
 def load_prompts(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
 ) -> PromptDataset:
-    """The prompts to train on. Those longer than data.max_prompt_tokens are dropped and counted.
+    """Loads the prompts to train on. Prompts longer than data.max_prompt_tokens are dropped and counted.
 
     Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or leave no prompts.
     """
@@ -119,7 +122,7 @@ def load_prompts(
 def load_held_out(
     dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
 ) -> PromptDataset:
-    """The prompts of a dataset to evaluate on, under the columns' names that `config` has for the training data.
+    """Loads the prompts of a dataset to evaluate on, with its columns renamed to those of the training data, `config`.
 
     Raises UserError as `load_prompts`.
     """
@@ -128,15 +131,17 @@ def load_held_out(
         if dataset.prompt_key not in rows.column_names:
             there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
             raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
-        others = [name for name in rows.column_names if name != config.prompt_key]
-        rows = rows.select_columns(others).rename_column(dataset.prompt_key, config.prompt_key)
+        kept = [name for name in rows.column_names if name != config.prompt_key]
+        rows = rows.select_columns(kept).rename_column(dataset.prompt_key, config.prompt_key)
     keys = dataset.model_dump(include={"answer_key", "image_key"}, exclude_none=True)
     return _prepare(rows, dataset.path, config.model_copy(update=keys), tokenizer, images)
 
 
 def load_rows(path: str, subset: str | None, split: str, size: int | None = None) -> "Dataset":
-    """The first `size` rows (None: all) of a jsonl or parquet file, of a folder of them, of a hub dataset, of
-    reasoning-gym, or of verifiers, whose settings are then the `subset`. Raises UserError. Collective.
+    """Loads the first `size` rows (None: all) of a dataset. Raises UserError. Collective.
+
+    `path` names a jsonl or parquet file, a folder of such files, a dataset on the hub, `reasoning_gym:…` or
+    `verifiers:…`. For verifiers, `subset` holds the settings in JSON.
     """
     import datasets
 
@@ -164,8 +169,8 @@ def load_rows(path: str, subset: str | None, split: str, size: int | None = None
                     raise UserError(f"{source}: line {null} is null, but should be a row: leave it out")
             rows = datasets.load_dataset(kind, data_files={split.partition("[")[0]: path}, split=split)
         else:
-            raise UserError(f"{path} is neither jsonl nor parquet, to judge by its name")
-    except StopIteration as error:  # how an empty file shows
+            raise UserError(f"{path} is neither jsonl nor parquet, judging by its name")
+    except StopIteration as error:  # raised for an empty file
         raise UserError(f"{path} holds no rows") from error
     except (datasets.exceptions.DatasetsError, ImportError, OSError, ValueError, RecursionError) as error:
         if isinstance(error.__cause__ or error, OSError) and (obstacle := unwritable(cache)):
@@ -178,19 +183,19 @@ def load_rows(path: str, subset: str | None, split: str, size: int | None = None
 
 
 def _tasks(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tasks of `rollout.verifiers`, which rank 0 asks for. Raises ValueError on all ranks. Collective."""
+    """Loads the tasks of `rollout.verifiers` on rank 0, for all ranks. Raises ValueError on all ranks. Collective."""
     from generation.rollouts.environments import verifiers
 
-    told: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     if is_main():
         try:
-            told["rows"] = verifiers.rows(VerifiersConfig.model_validate(settings).model_dump())
+            message["rows"] = verifiers.rows(VerifiersConfig.model_validate(settings).model_dump())
         except ValueError as error:
-            told["error"] = str(error)
-    told = exchange(told)[0]
-    if "error" in told:
-        raise ValueError(told["error"])
-    return list(told["rows"])
+            message["error"] = str(error)
+    message = exchange(message)[0]
+    if "error" in message:
+        raise ValueError(message["error"])
+    return list(message["rows"])
 
 
 def _prepare(
@@ -220,7 +225,7 @@ def _prepare(
 
 
 def column_value(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a column, or of a field of one, as `reward_model.ground_truth`; None where the row lacks it."""
+    """Returns the value of a column, or of a field such as `reward_model.ground_truth`; None if the row lacks it."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -228,7 +233,7 @@ def column_value(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Prompt]:
-    """Prompts in the order of the rows, however long they are."""
+    """Yields all rows' prompts, in the order of the rows, including those that are too long."""
     templated = config.apply_chat_template and tokenizer.chat_template is not None
     settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
     if config.system_prompt is not None and not templated:
@@ -244,7 +249,7 @@ def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTra
             raise ValueError(f"does not suit the chat template: {_one_line(error)}") from error
 
     for chunk in in_chunks(rows, path, render):
-        # A template writes its own special tokens; plain text still needs the tokenizer's.
+        # A chat template writes special tokens itself; for plain text the tokenizer adds them.
         encoded = tokenizer([text for _, _, text in chunk], add_special_tokens=not templated)["input_ids"]
         for (index, row, _), token_ids in zip(chunk, encoded, strict=True):
             if config.answer_key is not None:
@@ -253,7 +258,7 @@ def _tokenise(rows: "Dataset", path: str, config: DataConfig, tokenizer: "PreTra
 
 
 def encoded_images(rows: "Dataset") -> "Dataset":
-    """Rows whose columns of images hold them as they are encoded."""
+    """Returns the rows with images left encoded in their columns."""
     import datasets
 
     for name, feature in rows.features.items():
@@ -265,7 +270,7 @@ def encoded_images(rows: "Dataset") -> "Dataset":
 
 
 def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRules) -> Iterator[Prompt]:
-    """As `_tokenise`, of rows that may have images. Each is decoded once here, and not kept."""
+    """Yields the prompts of rows that may have images, as `_tokenise`. Decoded images are not kept."""
     templated = config.apply_chat_template and rules.processor.tokenizer.chat_template is not None
 
     def parts(row: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -290,7 +295,7 @@ def _with_images(rows: "Dataset", path: str, config: DataConfig, rules: ImageRul
 
 
 def row_images(row: dict[str, Any], config: DataConfig, path: str) -> list[Any]:
-    """The sources of the images in a row's own column, in order; `path` is that of the data."""
+    """Returns the sources of the images in a row's image column, in order; `path` is the data's path."""
     column = row.get(config.image_key) if config.image_key is not None else None
     sources = column if isinstance(column, list) else [column]
     return [_located(source, path) for source in sources if source is not None]
@@ -299,7 +304,10 @@ def row_images(row: dict[str, Any], config: DataConfig, path: str) -> list[Any]:
 def messages_and_images(
     messages: list[dict[str, Any]], row: dict[str, Any], config: DataConfig, path: str
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """A row's messages without their images, and the sources of these. Raises ValueError as `split_images`."""
+    """Splits a row's messages into messages without images and the images' sources.
+
+    Raises ValueError as `split_images`.
+    """
     plain, sources = split_images(messages, row_images(row, config, path))
     return plain, [_located(source, path) for source in sources]
 
@@ -312,7 +320,7 @@ def stored_images(
     images: Sequence[Image],
     rules: ImageRules,
 ) -> tuple[StoredImage, ...]:
-    """A row's images, to be read anew from what `sources` gives of it; `path` is that of the data."""
+    """Returns handles of a row's images that read them again, from the row's `sources`; `path` is the data's path."""
 
     def source(number: int) -> Any:
         return sources(dict(rows[index]))[number]
@@ -325,7 +333,7 @@ def stored_images(
 
 
 def _located(source: Any, path: str) -> Any:
-    """An image's path, which is taken from the folder of the data, which are at `path`."""
+    """Resolves an image's path relative to the folder of the data at `path`; returns other sources unchanged."""
     if isinstance(source, dict) and not source.get("bytes"):
         source = source.get("path")
     remote = isinstance(source, str) and (source.startswith("data:") or "://" in source)
@@ -337,9 +345,10 @@ def _located(source: Any, path: str) -> Any:
 def in_chunks(
     rows: "Dataset", path: str, read: Callable[[dict[str, Any]], T]
 ) -> Iterator[list[tuple[int, dict[str, Any], T]]]:
-    """Every row with its index and `read(row)`, as many at a time as a tokenizer takes well.
+    """Yields all rows in chunks for the tokenizer, as triples of index, row and `read(row)`.
 
-    `read` may raise ValueError, a sentence about the row without its subject; that becomes a UserError naming the row.
+    `read` may raise a ValueError with a sentence about the row without its subject; it becomes a UserError that names
+    the row.
     """
     for start in range(0, len(rows), _CHUNK):
         chunk = []
@@ -352,7 +361,7 @@ def in_chunks(
 
 
 def prompt_content(row: dict[str, Any], config: DataConfig, templated: bool) -> Any:
-    """A row's prompt as it stands: text, or if `templated` messages. Raises ValueError saying what the row lacks."""
+    """Returns a row's prompt: text or, only if `templated`, messages. Raises ValueError saying what the row lacks."""
     content = row.get(config.prompt_key) or row.get(config.messages_key)
     if not content:
         raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
@@ -362,15 +371,15 @@ def prompt_content(row: dict[str, Any], config: DataConfig, templated: bool) -> 
 
 
 def prompt_messages(row: dict[str, Any], config: DataConfig, images: int = 0) -> list[dict[str, Any]]:
-    """A row's prompt as messages, the system prompt included. Raises ValueError saying what the row lacks.
+    """Returns a row's prompt as messages, with the system prompt. Raises ValueError saying what the row lacks.
 
-    A prompt that is text alone begins with as many `images`.
+    A prompt that is plain text gets placeholders for this many `images` at its beginning.
     """
     content = prompt_content(row, config, templated=True)
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(messages, list) or not all(isinstance(part, dict) and part.get("role") for part in messages):
         raise ValueError("has a prompt that is neither a string nor a list of messages with role and content")
-    # Arrow gives every message all the keys that any message has; None stands for those it did not have.
+    # Arrow gives all messages the same keys; the value None stands for a key that the message did not have.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})

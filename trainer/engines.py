@@ -1,4 +1,4 @@
-"""The engine of an engine group: its settings, its start on the group's leader, and how it samples."""
+"""The settings, the start and the end of an engine, and its sampling settings for evaluations."""
 
 import os
 import sys
@@ -28,13 +28,13 @@ from trainer.run.screen import Progress
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
-    """The settings of this rank's engine group. Ranks of a group are consecutive, on one machine."""
+    """Returns the settings of this rank's engine. The ranks of an engine are consecutive and on one machine."""
     engine, size = config.engine, config.engine.tensor_parallel_size
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
     place = placement(config)
-    if place.actors:  # an actor sees its own devices alone, and may be on any machine
+    if place.actors:  # an actor sees only its own devices, and may run on any machine
         group, local_ranks = range(size), engine.replicas * size
     places = cpu_places(group, local_ranks)
     needed = processor_arguments(config, on_cuda)
@@ -70,7 +70,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
 
 
 def processor_arguments(config: TrainConfig, on_cuda: bool) -> dict[str, Any]:
-    """vLLM's arguments for engine.logits_processors. Raises UserError for one that cannot be loaded, or is none."""
+    """Returns vLLM's arguments for engine.logits_processors. Raises UserError for one that cannot be loaded or used."""
     try:
         return engine_arguments(config.engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
     except ValueError as error:
@@ -78,13 +78,13 @@ def processor_arguments(config: TrainConfig, on_cuda: bool) -> dict[str, Any]:
 
 
 def fetch_model(config: TrainConfig) -> None:
-    """Download the model, on one rank of each machine and before the start of engines, which has a deadline."""
+    """Downloads the model on one rank of each machine, before engines start, whose start has a deadline."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         resolve_folder(config.model.path)
 
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
-    """On the first rank of each engine group: start the engine. None on the other ranks."""
+    """Starts an engine if this rank leads one, and returns it; None on all other ranks."""
     if not leads_engine(config, rank(EVERYBODY), world_size(EVERYBODY)):
         return None
     engine = config.engine
@@ -92,7 +92,7 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
         return _start(Engine(engine_settings(config, on_cuda)), engine.start_timeout_s)
     cuda = resolve_device(config) == "cuda"
     settings = engine_settings(config, cuda)  # this rank itself has no device
-    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1 if cuda else 0  # by ranks here that train
+    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1 if cuda else 0  # devices of the training ranks here
     try:
         join_cluster(engine.replicas * engine.tensor_parallel_size, taken)
     except ValueError as error:
@@ -101,7 +101,7 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
 
 
 def rank_device(config: TrainConfig) -> torch.device:
-    """The device this rank trains on, or its engine is on."""
+    """Returns the device on which this rank trains or its engine runs."""
     generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
     has_none = placement(config).actors and generates
     if resolve_device(config) == "cpu" or has_none:
@@ -110,8 +110,8 @@ def rank_device(config: TrainConfig) -> torch.device:
 
 
 async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
-    """The server that clients of rollouts talk to (level 6); `settings` are those of `ServerSettings`."""
-    from generation.server import OpenAIServer, ServerSettings  # with vLLM's web framework, for level 6 only
+    """Starts the server that rollout clients talk to (level 6); `settings` are the fields of `ServerSettings`."""
+    from generation.server import OpenAIServer, ServerSettings  # imports vLLM's web framework, only level 6 needs it
 
     return await OpenAIServer.start(engine, ServerSettings(**settings))
 
@@ -119,20 +119,20 @@ async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
 def _start(engine: Engine, timeout: float) -> Leader:
     try:
         return Leader.start(engine, timeout)
-    except (ValueError, TimeoutError) as error:  # vLLM's own complaint about its settings
+    except (ValueError, TimeoutError) as error:  # vLLM rejects its settings
         raise UserError(f"the engine does not start with these settings of engine and model: {error}") from error
 
 
 def stop_engine(leader: Leader | None) -> None:
-    """Stop the engine's processes and its thread."""
+    """Stops the engine's processes and its thread, if this rank leads an engine."""
     if leader is not None:
         leader.close()
 
 
 def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader], int], timeout: float = 600.0) -> int:
-    """Run a command's job on an engine that holds a checkpoint's weights, and stop the engine.
+    """Starts an engine with a checkpoint's weights, runs a command's job on it, and stops the engine.
 
-    Returns the job's exit status; 2, with a sentence on stderr, for mistakes that the user can mend.
+    Returns the job's exit status; or 2, after printing a sentence on stderr, for mistakes that the user can fix.
     """
     stop_forking = fork_engines() if settings.on_cpu else lambda: None
     processes.install_signal_handlers(lambda: command)
@@ -143,7 +143,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
             leader = _start(Engine(settings), timeout)
         leader.engine.state.adopt_checkpoint(0)
         return job(leader)
-    except (UserError, ValueError) as error:  # also a prompt that is too long, or a port that is taken
+    except (UserError, ValueError) as error:  # includes a prompt that is too long and a port that is taken
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     finally:
@@ -152,7 +152,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
 
 
 def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]) -> SamplingSettings:
-    """Sampling of answers to a held-out dataset: its own settings, else evaluation's; the training's stop strings."""
+    """Returns a held-out dataset's sampling settings: its own ones, else those of `eval`, with training's stops."""
     shared = config.eval
     return SamplingSettings(
         max_tokens=dataset.max_tokens or shared.max_tokens or config.sampling.max_tokens,
@@ -164,13 +164,13 @@ def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_
 
 
 def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends an answer: the tokenizer's EOS and those of the model's generation_config.json, if it has one.
+    """Returns all ids that end an answer: the tokenizer's EOS id and the EOS ids in generation_config.json, if any.
 
-    The engine does not read that file, so its list of EOS ids (chat models have two) is passed with each request.
+    The engine does not read that file, so these ids (chat models have two) are passed with each request.
     """
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:
         listed = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # it has none
+    except OSError:  # the model has no such file
         listed = None
     return sorted(ids | set(listed if isinstance(listed, list) else [] if listed is None else [listed]))

@@ -1,29 +1,30 @@
-"""`UserError`, for mistakes that the user can fix, and helpers for its sentences."""
+"""`UserError` for mistakes that the user can fix, and helpers that quote values in its sentences."""
 
 import signal
 
-_LONGEST_SENTENCE = 290
 _LONGEST_VALUE = 80
+_LONGEST_WORD = 160
 _GAP = " […] "
 
 
 class UserError(Exception):
-    """Bad configuration or input, in sentences that each name the culprit and the remedy.
+    """Bad configuration or input, described in sentences that each name the culprit and the remedy.
 
-    The command line prints them, one a line, without a traceback and exits with code 2; anything else that is raised is
-    a defect and keeps its traceback. A sentence longer than 290 characters loses its middle: it begins with the key and
-    ends with the remedy.
+    The command line prints each sentence on a line of its own, without a traceback, and exits with code 2. Any other
+    exception is a defect and keeps its traceback. A sentence is never cut, but a word in it, such as a path, of more
+    than 160 characters loses its middle.
     """
 
     def __init__(self, *sentences: str) -> None:
-        super().__init__(*(shortened(" ".join(one.split()), _LONGEST_SENTENCE) for one in sentences))
+        words = ([shortened(word, _LONGEST_WORD) for word in sentence.split()] for sentence in sentences)
+        super().__init__(*map(" ".join, words))
 
     def __str__(self) -> str:
         return "\n".join(self.args)
 
 
 def shown(value: object) -> str:
-    """A value as it is quoted in a sentence: its repr, without the middle where it is longer than 80 characters."""
+    """Returns the repr of a value for use in a sentence, without its middle if it is longer than 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError) as error:  # an integer of more than 4300 digits; lists in lists in lists
@@ -32,7 +33,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text, with a gap for its middle where it has more characters than `limit`; two thirds are its beginning."""
+    """Returns the text; one longer than `limit` characters loses its middle and keeps twice as much start as end."""
     if len(text) <= limit:
         return text
     head = (limit - len(_GAP)) * 2 // 3
@@ -40,7 +41,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM, raised in the main thread. `exit_code` is 128 + the signal's number."""
+    """A SIGINT or SIGTERM, raised in the main thread. `exit_code` is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")

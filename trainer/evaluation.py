@@ -1,7 +1,7 @@
-"""Held-out prompts, and the figures of the answers to them: in training between two steps, or by `hotbunk eval`.
+"""Held-out prompts and the metrics of their answers, for evaluations during training and for `hotbunk eval`.
 
-pass@k and majority@k are estimated from n ≥ k answers without bias and without drawing: they are expectations over all
-subsets of k of the n answers.
+pass@k and majority@k are unbiased estimates from n ≥ k answers: exact expectations over all subsets of k of the n
+answers.
 """
 
 from collections import Counter, defaultdict
@@ -13,6 +13,7 @@ from generation.trajectory import by_episode
 from trainer.config.schema import EvalConfig, TrainConfig
 from trainer.data import load_held_out
 from trainer.engines import evaluation_sampling
+from trainer.learning import Metrics
 from trainer.learning.answers import Answer
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.sampling import HeldOut
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """The chance that k of n answers, `right` of which are right, hold a right one.
+    """Returns the probability that k of n answers, `right` of which are right, include a right one.
 
     1 - C(n - right, k) / C(n, k): Chen et al. 2021 (arXiv:2107.03374), equation 1, for 1 ≤ k ≤ n.
     """
@@ -30,18 +31,21 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """The chance that the most frequent answer among k of the n is right (self-consistency, arXiv:2203.11171).
+    """Returns the probability that the most frequent vote among k of n answers is right.
+
+    This is self-consistency (arXiv:2203.11171).
 
     Args:
-        votes: [n] what each answer comes down to; None abstains, and where all abstain nothing is right.
-        right: [n] whether it is right. Where votes for the same answer were judged differently, their mean counts.
-        k: from 1 to n. Of answers that tie, each wins equally often.
+        votes: [n] each answer's vote, such as its final number. None abstains; if all k abstain, the result is wrong.
+        right: [n] True for each right answer. If equal votes were judged differently, their mean counts.
+        k: number of answers that vote, from 1 to n. Votes that tie win equally often.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     verdicts = Counter(vote for vote, verdict in zip(votes, right, strict=True) if verdict)
     expected = 0.0
-    for most in range(1, min(k, max(counts.values(), default=0)) + 1):  # votes of the winners
-        # By the number of winners so far and the ballots left: the chance of that, and the winners' worth times it.
+    for most in range(1, min(k, max(counts.values(), default=0)) + 1):  # the number of ballots of a winner
+        # States are keyed by the number of winners so far and of ballots left. Each holds its probability, and that
+        # probability times the summed correctness of its winners.
         states, pool = {(0, k): (1.0, 0.0)}, len(votes)
         for vote, count in counts.items():
             grown: dict[tuple[int, int], tuple[float, float]] = {}
@@ -57,26 +61,27 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
     return expected
 
 
-Metrics = dict[str, float]
-
-
 def load_held_outs(
     config: TrainConfig, level: RolloutLevel, tokenizer: "PreTrainedTokenizerBase", end_ids: list[int]
 ) -> list[HeldOut]:
-    """All datasets to evaluate on, in the recipe's order. Raises UserError naming the one that cannot be read."""
-    found = []
+    """Loads all datasets to evaluate on, in the recipe's order. Raises UserError naming one that cannot be read."""
+    held_outs = []
     for name, dataset in config.eval.datasets.items():
         prompts = load_held_out(dataset, level.data, tokenizer, level.image_rules)
         sampling = evaluation_sampling(config, dataset, end_ids)
-        found.append(HeldOut(name, prompts, sampling, dataset.samples or config.eval.samples))
-    return found
+        held_outs.append(HeldOut(name, prompts, sampling, dataset.samples or config.eval.samples))
+    return held_outs
 
 
 def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | None, config: EvalConfig) -> Metrics:
-    """eval/… of the only dataset; or eval/NAME/… of each, and eval/…, their mean, in which each weighs the same.
+    """Returns the metrics of an evaluation: eval/… for a single dataset; with several, also eval/NAME/… for each.
 
-    `answers` are by dataset. `label` is that of the recipe's first reward function, the one that tells right from
-    wrong; None: the reward does.
+    With several datasets, eval/… is their mean, in which all weigh the same.
+
+    Args:
+        answers: the answers to each dataset, by its name.
+        label: the label of the recipe's first reward function, which decides whether an answer is right; None: the
+            total reward decides.
     """
     figures = {name: dataset_figures(trajectories, label, config) for name, trajectories in answers.items()}
     several = figures.items() if len(figures) > 1 else ()
@@ -86,12 +91,12 @@ def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | Non
 
 
 def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: EvalConfig) -> Metrics:
-    """The figures of one dataset, means over answers and then over prompts.
+    """Returns the metrics of one dataset: means over the answers to a prompt, and then over prompts.
 
-    An answer is what an episode came to: its last trajectory's reward, vote and end, and the tokens of all of them.
-    accuracy is the mean of the first reward function; pass@k and majority@k take an answer for right from
-    `config.right_from` on. An episode that failed is a wrong answer of reward 0, and its vote an abstention; where that
-    is a reward function's fault, misjudged is the share of such episodes.
+    An episode counts as one answer: it has the reward, vote and ending of its last trajectory, and the tokens of all of
+    its trajectories. accuracy is the mean of the first reward function. For pass@k and majority@k an answer is right if
+    its score is at least `config.right_from`. A failed episode counts as a wrong answer with reward 0 that abstains
+    from votes. misjudged is the share of episodes on which a reward function failed.
     """
     prompts = _by_prompt(trajectories)
     episodes = [episode for answers in prompts for episode in answers]
@@ -112,21 +117,22 @@ def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: E
 
 
 def accuracies(trajectories: Sequence[Answer], label: str | None) -> list[float]:
-    """Each prompt's accuracy, the mean over its answers."""
+    """Returns each prompt's accuracy, the mean over its answers."""
     return [_mean([_score(episode, label) for episode in answers]) for answers in _by_prompt(trajectories)]
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean, were they drawn independently, as prompts are and answers to one prompt are not; 0 for one value.
+    """Returns the standard error of the mean of independent values; 0 for a single value.
 
-    Clustered by prompt in this way: Miller 2024 (arXiv:2411.00640), section 2.2.
+    Pass one value per prompt, since answers to the same prompt are not independent: Miller 2024 (arXiv:2411.00640),
+    section 2.2.
     """
     mean, count = _mean(values), len(values)
     return (sum((value - mean) ** 2 for value in values) / max(count - 1, 1) / count) ** 0.5
 
 
 def _by_prompt(trajectories: Iterable[Answer]) -> list[list[list[Answer]]]:
-    """Each prompt's episodes."""
+    """Groups trajectories by prompt, and within each prompt by episode."""
     prompts: dict[int, list[list[Answer]]] = defaultdict(list)
     for episode in by_episode(trajectories):
         prompts[episode[0].prompt_index].append(episode)

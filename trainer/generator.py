@@ -1,4 +1,4 @@
-"""The loop of a rank that only generates: hear an order, receive weights, hand over what was sampled by them."""
+"""The loop of a rank that only generates: wait for an order, receive weights, sample, and send the answers."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from trainer.config.placement import training_ranks
 from trainer.config.schema import TrainConfig
 from trainer.distributed import store
 from trainer.engines import rank_device
-from trainer.rollouts.apart import hand_over
+from trainer.rollouts.apart import send_rounds
 from trainer.rollouts.pool import StepAbandoned
 from trainer.rollouts.round import GIVEN_UP, Order, Round
 from trainer.rollouts.sampling import Sampling
@@ -25,14 +25,15 @@ from trainer.start import begin
 
 
 def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> Callable[[], None]:
-    """Build this rank's engine and its end of the weights' way; returns the loop, which ends when the ranks that train
-    have no more orders. Raises RemoteError where they have failed.
+    """Builds this rank's engine and the receiver of its weights, and returns the loop that carries out orders.
+
+    The loop returns when the training ranks have no more orders. It raises RemoteError if they have failed.
     """
     start = begin(config, watchdog, resources, watchdog.current_phase)
     config = start.config
     trainers = TrainersApart(start.leader, store(), rank(EVERYBODY), sync_settings(config))
 
-    def late() -> bool:  # with a lag never: a checkpoint has to have the answers, as their weights will be gone
+    def late() -> bool:  # never with a lag: the checkpoint needs these answers, since their weights will be gone
         return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
 
     sampling = build_sampling(start, resources, late)
@@ -43,7 +44,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
             processes.hold_signals(grace, watchdog.call_all)
         deadline = config.run.first_step_deadline_s
         while True:
-            # For as long as the ranks that train may take for a step, and their start or end.
+            # The training ranks may need this long for a step and for their start or end.
             with watchdog.phase("waiting for weights", 2 * deadline):
                 order = trainers.hear()
             if order["kind"] == "end":
@@ -53,7 +54,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
         if order["failed"]:
             if watchdog.called_at is not None:
                 processes.interrupt_now()
-            raise RemoteError("the ranks that train have failed: see their output above")
+            raise RemoteError("the training ranks have failed: see their output above")
 
     return run
 
@@ -61,7 +62,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
 def carry_out(
     message: dict[str, Any], config: TrainConfig, trainers: TrainersApart, sampling: Sampling, meter: PhaseMeter
 ) -> None:
-    """Sample or evaluate with the weights that follow, and hand over what came of it."""
+    """Receives the order's weights, samples or evaluates with them, and sends the answers to the training ranks."""
     trainers.receive(message["version"])
     if states := message["random_states"].get(rank(EVERYBODY)):
         restore_random_states(json.loads(states), "an order")
@@ -79,4 +80,4 @@ def carry_out(
     except Exception as error:
         failure = error
     meter.take()
-    hand_over(training_ranks(config, world_size(EVERYBODY)), rounds, failure)
+    send_rounds(training_ranks(config, world_size(EVERYBODY)), rounds, failure)

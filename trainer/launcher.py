@@ -1,20 +1,21 @@
-"""Starts a run's ranks with torchrun, on a store that listens on one interface, and has the last word on a failed run.
+"""Starts a run's ranks with torchrun, on a store that listens on one interface, and prints a summary if the run fails.
 
     python -m trainer.launcher --nproc-per-node 2 -m trainer train RECIPE …
 
-`hotbunk train` becomes this process, once on each node. It takes torchrun's options. It differs from plain torchrun in:
+`hotbunk train` becomes this process, once on each node. It takes torchrun's options. It differs from plain torchrun in
+three ways:
 
-- the rendezvous. torchrun's own listens on every interface (https://github.com/pytorch/pytorch/issues/173909) and, by
+- The rendezvous. torchrun's own listens on every interface (https://github.com/pytorch/pytorch/issues/173909) and, by
   default, unpickles whatever a connecting process has put there. Here launchers and ranks meet at a store bound to
-  127.0.0.1, or on several nodes to `--master-addr`, and nothing that is in it is unpickled;
-- the end. A summary takes the place of the launcher's traceback, once nothing of the run is left on this machine; the
-  exit code is the failed rank's, or 128 + the number of the signal that ended the launcher;
-- temporary files: there are none.
+  127.0.0.1, or on several nodes to `--master-addr`, and nothing in it is unpickled.
+- The end. A summary replaces the launcher's traceback, once no process of the run is left on this machine. The exit
+  code is the failed rank's, or 128 + the number of the signal that ended the launcher.
+- Temporary files. The launcher writes none.
 
-docs/launching.md tells the rest.
+docs/launching.md has the details.
 """
 
-# ruff: noqa: E402 - a signal handler comes before the imports
+# ruff: noqa: E402 - a signal handler is installed before the imports
 import ipaddress
 import json
 import logging
@@ -37,10 +38,10 @@ def _leave(number: int, _: object) -> None:
 
 
 if __name__ == "__main__":
-    # Until torchrun takes over, before it starts any rank: a KeyboardInterrupt could be raised inside an import of the
-    # many below that catch everything, and the run would continue.
+    # In effect until torchrun installs its own handler. A KeyboardInterrupt could be raised inside one of the imports
+    # below, many of which catch every exception, and the run would continue.
     signal.signal(signal.SIGINT, _leave)
-    os.environ["HOTBUNK_LAUNCHER"] = str(os.getpid())  # the ranks end with it
+    os.environ["HOTBUNK_LAUNCHER"] = str(os.getpid())  # ranks end when this process does
 
 from torch.distributed import DistNetworkError, PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -58,23 +59,23 @@ from trainer.run.screen import own_command
 from trainer.run.watchdog import alarm
 
 _BACKEND = "hotbunk"
-_GONE_SECONDS = 30.0  # for guardians to end what the ranks have left behind
+_GONE_SECONDS = 30.0  # the time guardians have to end processes that the ranks have left behind
 _LOOK_SECONDS = 1.0
-_MOST_REASONS = 8  # that the summary has a line for
-_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # that torchrun handles
+_MOST_REASONS = 8  # the largest number of reasons in the summary
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # signals that torchrun handles
 _SIGNALS = set(map(int, signal.Signals))
-_SENTENCES = ("UserError", "RemoteError", "Interrupted", "Deadline")  # whose text says everything
+_SENTENCES = ("UserError", "RemoteError", "Interrupted", "Deadline")  # kinds whose text needs no prefix
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """torchrun's static rendezvous, whose store the first node holds, bound to `master_addr` instead of everything."""
+    """torchrun's static rendezvous, except that the first node's store listens on `master_addr` only."""
 
     def get_backend(self) -> str:
-        """The name it is registered under."""
+        """Returns the name under which the rendezvous is registered."""
         return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes' launchers; the ranks use the same store. Raises UserError where that cannot be."""
+        """Meets the other nodes' launchers at the store, which the ranks use too. Raises UserError if that fails."""
         where = f"{self.master_addr}:{self.master_port}"
         if self.rank == 0 and self._store is None:
             try:
@@ -96,13 +97,13 @@ class BoundRendezvous(StaticTCPRendezvous):
             raise UserError(f"node {self.rank} did not meet the others at {where}: {reason}") from error
 
     def _first_of_its_node(self) -> bool:
-        """False where the store is of an attempt that has had a launcher of this node, which has died since.
+        """Returns True if this is the node's first launcher at this store; else an earlier one has died.
 
-        The others may not know yet, as a machine without power closes no connection; they are told, so that they need
-        not wait until it has been silent for long. The next attempt has another store.
+        In that case the store belongs to an attempt that is over. The other nodes may not have noticed, since a machine
+        that loses power closes no connection; an alarm spares them a long wait. The next attempt has another store.
         """
         assert self._store is not None
-        with suppress(DistNetworkError):  # the store is gone with the attempt, as soon as that has heard of the alarm
+        with suppress(DistNetworkError):  # the store ends with its attempt, once the ranks have noticed the alarm
             if self._store.add(f"hotbunk/launcher/{self.rank}", 1) == 1:
                 return True
             alarm(PrefixStore(PREFIX, self._store), f"node {self.rank} had died and has been started again")
@@ -111,18 +112,18 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun (None: with this process's arguments); gives the exit code."""
+    """Runs torchrun with `argv` (None: this process's arguments), and returns the exit code."""
     args = parse_args(argv)
-    for name in ("", ".agent.server.api"):  # of a signal the summary tells; the second has a level of its own
+    for name in ("", ".agent.server.api"):  # the summary reports signals; the second logger has its own level
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.ERROR)
     words = os.memfd_create("hotbunk-last-words")
     os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{words}"
     failures: dict[int, ProcessFailure] = {}
     outcome = _beginning(args)
-    _tell_supervisor(outcome)  # a launcher that is killed tells no more
+    _tell_supervisor(outcome)  # in case this launcher is killed
     try:
         _stay_private(args)
-        processes.adopt_orphans()  # all processes of the run stay below this one, whatever becomes of their parents
+        processes.adopt_orphans()  # all processes of the run stay below this one when their parents end
         run(args)
         return 0
     except ChildFailedError as failed:
@@ -134,13 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
-    with suppress(SignalException, KeyboardInterrupt):  # a second signal: do not wait
+    with suppress(SignalException, KeyboardInterrupt):  # after a second signal, do not wait
         deadline = time.monotonic() + _GONE_SECONDS
-        while guardian.descendants() and time.monotonic() < deadline:  # the guardians' last lines come before ours
+        while guardian.descendants() and time.monotonic() < deadline:  # the guardians' last lines go before the summary
             time.sleep(0.1)
     for number in _INTERRUPTIONS:
-        signal.signal(number, signal.SIG_IGN)  # what is left to do takes a moment
-    with os.fdopen(words, "rb") as file:  # in the order in which they were left
+        signal.signal(number, signal.SIG_IGN)  # the rest takes only a moment
+    with os.fdopen(words, "rb") as file:  # the ranks' last words, in the order in which they were written
         spoken = [json.loads(line) for line in file.read().splitlines()]
     ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
     reasons = _reasons(spoken, failures)
@@ -157,19 +158,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stay_private(args: Any) -> None:
-    """Have torchrun meet at our store, and write no files. Raises UserError where that would leave other nodes out."""
+    """Has torchrun use this launcher's store and write no files. Raises UserError if other nodes cannot reach it."""
     host, port, node, nodes = "127.0.0.1", 0, args.node_rank, parse_min_max_nnodes(args.nnodes)[1]
     if nodes > 1:
         host, port = args.master_addr, args.master_port or 29500
         if node == 0 and not _is_loopback(host):
             try:
-                found = socket.gethostbyname(host)
+                address = socket.gethostbyname(host)
             except OSError as error:
                 raise UserError(f"MASTER_ADDR={host} is not known on this node: {error.strerror}") from error
-            if _is_loopback(found):
+            if _is_loopback(address):
                 raise UserError(
-                    f"MASTER_ADDR={host} is {found} on this node, where no other can reach it: set it to this node's "
-                    "address on the network"
+                    f"MASTER_ADDR={host} is {address} on this node, where no other node can reach it: set it to this "
+                    "node's address on the network"
                 )
 
     def rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
@@ -177,7 +178,7 @@ def _stay_private(args: Any) -> None:
 
     rendezvous_handler_registry.register(_BACKEND, rendezvous)
     args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, _BACKEND, f"{host}:{port}"
-    args.node_rank = 0  # else a warning that only its own static rendezvous heeds it (torch/distributed/run.py)
+    args.node_rank = 0  # otherwise torchrun warns that only its own static rendezvous uses it
     args.log_dir = args.log_dir or os.devnull
 
 
@@ -188,7 +189,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -> list[str]:
-    """A line for each reason that ranks have ended for: those that could not say it, then the others as they came."""
+    """Returns a line for each reason for which ranks ended.
+
+    Ranks that ended without a word come first; the others follow in the order of their words.
+    """
     ranks: dict[str, list[int]] = {}
     for rank in failures.keys() - {word["rank"] for word in words}:
         code = failures[rank].exitcode
@@ -208,27 +212,27 @@ def _list(ranks: list[int]) -> str:
 
 
 def _beginning(args: Any) -> supervisor.Outcome:
-    """The outcome of an attempt that has not begun; empty without a supervisor, or where the recipe is wrong."""
+    """Returns the outcome of an attempt before its start; empty without a supervisor, or if the recipe is wrong."""
     if supervisor.OUTCOME not in os.environ:
         return supervisor.Outcome()
     from trainer import cli
 
     try:
         folder = cli.training_config(cli.parse(args.training_script_args)).run.folder / "checkpoints"
-    except UserError:  # which the ranks tell
+    except UserError:  # the ranks will report it
         return supervisor.Outcome()
     return supervisor.Outcome(checkpoints=str(folder.absolute()), before=supervisor.marks(folder))
 
 
 def _tell_supervisor(outcome: supervisor.Outcome) -> None:
-    """Leave the outcome of this attempt, if there is one who asked for it."""
+    """Writes the outcome of this attempt for the supervisor, if there is one."""
     if path := os.environ.get(supervisor.OUTCOME):
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the supervisor is gone
             Path(path).write_text(json.dumps(asdict(outcome)), "utf-8")
 
 
 def _remedy(args: Any) -> list[str]:
-    """Lines that say where the run's files are and how to resume it."""
+    """Returns lines that say how to resume the run and where its files are."""
     from trainer import cli
     from trainer.run.checkpoint import latest_complete
 
@@ -238,7 +242,7 @@ def _remedy(args: Any) -> list[str]:
         return []
     folder = config.run.folder
     newest = latest_complete(folder / "checkpoints")
-    records = f"what the ranks have printed is above, the run's records are in {folder}"
+    records = f"the ranks' output is above, the run's records are in {folder}"
     if newest is None:
         return ["no checkpoint is complete: the same command starts from the beginning", records]
     anyway = "" if config.checkpoint.resume == "auto" else " with --resume auto"

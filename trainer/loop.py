@@ -1,8 +1,8 @@
-"""The training loop. One step is read here from top to bottom; everything else is machinery behind names.
+"""The training loop, in which one step can be read from top to bottom.
 
-Left out on purpose: a scheduler, roles, workers and controllers. Every rank that trains runs this file, under torchrun
-or alone; what one rank decides is decided by all alike, or exchanged in one of the few collectives that the parts
-document.
+There is no scheduler and no controller, and ranks have no roles. Every training rank runs this file, under torchrun or
+alone. All ranks take the same decisions, either from the same data or through one of the collectives that the called
+modules document.
 """
 
 import gc
@@ -41,28 +41,31 @@ T = TypeVar("T")
 
 
 class RLTrainer:
-    """Reinforcement learning of one policy on the prompts of one recipe."""
+    """Trains one policy by reinforcement learning on the prompts of one recipe."""
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
-        """Build everything, cheapest and likeliest to fail first. `resources` closes it again, however the run ends."""
+        """Builds all parts, starting with those that are cheap and likely to fail. `resources` closes them in the end.
+
+        `resources` does so however the run ends.
+        """
         self.watchdog = watchdog
-        # Some rows of the latest evaluation, or of the latest step where there is none; on rank 0.
+        # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation; on rank 0 only.
         self.last_answers: list[dict[str, Any]] = []
-        self.left_out: list[str] = []  # weights that the engines take nothing of
+        self.left_out: list[str] = []  # weights that the engines do not use
         start = begin(config, watchdog, resources, self.doing)
         self.config, self.screen, self.state, self.restarts = start.config, start.screen, start.state, start.restarts
         self.tokenizer, self.rewards = start.tokenizer, start.rewards
         self.prompts, self.held_outs = start.prompts, start.held_outs
         self.build(resources, start)
         gc.collect()
-        gc.freeze()  # the collections of each shift, 0.4 s each, need not look again at what is there by now
+        gc.freeze()  # spares the collection of each shift the objects that exist by now, which would take 0.4 s
 
     def build(self, resources: ExitStack, start: Start) -> None:
-        """The models, their way to the engines, and all that a step needs; as they were in the checkpoint, if any."""
+        """Builds the models, the weight path to the engines and what a step needs, and loads the checkpoint, if any."""
         config, watchdog, device = self.config, self.watchdog, rank_device(self.config)
         self.screen.note(f"loading {config.model.path} for training")
         self.policy, reference, critic = build_models(config, device)
-        # Whose memory a generation shift can do without, besides the policy's.
+        # Models besides the policy that can leave GPU memory during a generation shift.
         self.tenants = [critic] if critic is not None else []
         self.sharding = resources.enter_context(closing(build_sharding(config, self.policy, start.leader)))
         if isinstance(self.sharding, ShardingManager):  # engines apart are not started again
@@ -81,21 +84,23 @@ class RLTrainer:
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         if start.checkpoint is not None:
             load(start.checkpoint, parts)
-        carried = self.source.carried  # answers that are not trained yet
+        carried = self.source.carried  # packs the answers that have not been trained on yet
         keeper = Keeper(config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried)
         self.keeper = resources.enter_context(closing(keeper))
         self.tracker = resources.enter_context(closing(make_run_tracker(config, self.state)))
-        works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}  # a base is its policy
+        works = {
+            id(m.work): m.work for m in (self.policy, reference, critic) if m is not None
+        }  # a LoRA base shares its policy's
         self.meter = PhaseMeter(config, device, start.leader, watchdog, *works.values())
         self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=is_main())
 
     def doing(self) -> str:
-        """This rank's phase, for the screen."""
+        """Describes this rank's phase, for the screen."""
         phase = self.watchdog.current_phase()
         return f"{phase}, {self.source.finished} answers" if phase.endswith(("rollout", "eval")) else phase
 
     def train(self) -> None:
-        """Every step to the last, with evaluations and checkpoints where they are due; then the exports."""
+        """Runs all remaining steps, with evaluations and checkpoints where they are due, and then exports the model."""
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
         self.keeper.hold_signals(signal.SIGTERM)
@@ -108,7 +113,7 @@ class RLTrainer:
                     with self.profiler.step(state.step + 1):
                         self.train_step(state.step + 1)
                 except StepAbandoned:
-                    self.sharding.sleep()  # all ranks are still in step, and the memory is the trainer's again
+                    self.sharding.sleep()  # all ranks raise StepAbandoned together; the trainer needs the memory again
                     self.source.take_back(state.step + 1)
                     self.keeper.leave()
             deadline = config.run.step_deadline_s
@@ -118,15 +123,14 @@ class RLTrainer:
             export_and_report(config, self.policy, self.tokenizer, self.prompts, state=state, **record)
 
     def train_step(self, step: int) -> None:
-        """Sample, score, credit, update, log."""
+        """Runs one step: samples and scores answers, assigns credit, updates the policy, and logs."""
         config, began = self.config, time.perf_counter()
-        # By the engine; reward functions score each answer as soon as it is there.
-        # Only then are its prompts taken: a step that is given up, or sampled anew, has taken none.
+        # Engines sample; reward functions score each answer as soon as it is finished.
         sampled, last = self.in_shift(partial(self.sample, step), may_leave=True)
-        self.state.prompts = last.position
+        self.state.prompts = last.position  # only now: an abandoned or repeated step must not consume prompts
         with self.meter.phase("update"):
             metrics = rollout_metrics(sampled.answers) | sampled.metrics() | last.figures
-            metrics |= self.learner.learn(*sampled.kept(), step)  # scores by the models, credit, updates
+            metrics |= self.learner.learn(*sampled.kept(), step)  # log-probabilities, advantages, updates
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
@@ -139,14 +143,14 @@ class RLTrainer:
         for line in failure_lines(sampled.answers, metrics):
             self.screen.note(f"step {step}: {line}")
         self.log(step, metrics | self.meter.take())
-        # After the row, so that whenever the run is killed, the files have the steps that a checkpoint has.
+        # After logging, so that whenever the run is killed, its files have all steps that a checkpoint has.
         with self.meter.phase("checkpoint"):
             self.keeper.step_done(metrics)
 
     def in_shift(self, work: Callable[[], T], may_leave: bool = False) -> T:
-        """The result of `work` in a generation shift; all of it is done anew when an engine has died.
+        """Runs `work` in a generation shift and returns its result; repeats the shift if an engine has died.
 
-        With `may_leave`, StepAbandoned is raised instead where the run is asked to end.
+        With `may_leave`, raises StepAbandoned instead of repeating if the run was asked to end.
         """
         while True:
             try:
@@ -157,15 +161,18 @@ class RLTrainer:
 
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
-        """The engines awake at the policy's version; afterwards asleep, with the shift's own cost on the meter."""
+        """Wakes the engines at the policy's version for the block, puts them to sleep, and records the shift's cost.
+
+        Raises NotFiniteError, naming a parameter that is not finite, if a sampled log-probability is not.
+        """
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
             try:
                 with self.sharding.generation_shift(self.policy, *self.tenants):
                     yield
-                    gc.collect()  # an OpenAI client, say, leaves cycles with 200 KiB of certificates, unknown to Python
+                    gc.collect()  # frees cycles such as OpenAI clients, whose 200 KiB of certificates Python cannot see
                     self.meter.note_engine_memory("awake")
             except NotFiniteError as error:
-                self.sharding.sleep()  # all ranks are still in step, and the policy's weights in their place again
+                self.sharding.sleep()  # all ranks raise this together; the policy's weights are in place again
                 raise NotFiniteError(f"{error}; {culprits(self.policy)}") from None
             self.meter.note_engine_memory("asleep")
         report = self.sharding.report
@@ -177,23 +184,26 @@ class RLTrainer:
             self.screen.note(f"vLLM leaves out {weights} of this model: {', '.join(self.left_out)}")
 
     def sample(self, step: int) -> tuple[StepSampling, Round]:
-        """The step's prompts, from where the last step stopped, and all engines' answers to them with their rewards.
+        """Samples the step's prompts, from where the last step stopped, in one or more rounds. Collective.
 
-        In rounds, where that is asked; also the last of these.
+        Returns all engines' scored answers, and the last round.
         """
         order = Order(step, self.policy.version, self.state.prompts)
         sampled, lengths = StepSampling(self.config), self.state.lengths
         with self.meter.phase("rollout", self.source.waits_for):
             rounds = self.produce(order)
-            for each in rounds:
-                prompts = prompts_at(self.prompts, self.config, each)
-                sampled.add(prompts, self.checked_answers(each, order, prompts, lengths))
+            for one_round in rounds:
+                prompts = prompts_at(self.prompts, self.config, one_round)
+                sampled.add(prompts, self.checked_answers(one_round, order, prompts, lengths))
         return sampled, rounds[-1]
 
     def checked_answers(
         self, sampled: Round, order: Order, prompts: list[Prompt], lengths: dict[int, int] | None = None
     ) -> list[Answer]:
-        """All ranks' answers of a round, if not too many have failed; their lengths are noted. Collective."""
+        """Gathers all ranks' answers of a round, and records their lengths. Collective.
+
+        Raises RolloutError or RewardError if too many of them have failed.
+        """
         rollout = self.config.rollout
         aged = not order.evaluates and (rollout.lag > 0 or rollout.slice_tokens is not None)
         details = order.evaluates or self.config.algorithm.rewards_apart
@@ -202,7 +212,7 @@ class RLTrainer:
         return answers
 
     def sample_held_outs(self) -> dict[str, list[Answer]]:
-        """All engines' answers to the held-out prompts, by dataset."""
+        """Samples all engines' answers to the held-out prompts, and returns them by dataset."""
         order = Order(-1 - self.state.step, self.policy.version, self.state.prompts)
         answers: dict[str, list[Answer]] = {}
         self.last_answers = []
@@ -211,26 +221,26 @@ class RLTrainer:
             for held_out, sampled in zip(self.held_outs, rounds, strict=True):
                 answers[held_out.name] = self.checked_answers(sampled, order, list(held_out.prompts))
         for held_out in self.held_outs:
-            found = answers[held_out.name]
-            for line in failure_lines(found, reward_errors(found), "count as wrong"):
+            replies = answers[held_out.name]
+            for line in failure_lines(replies, reward_errors(replies), "count as wrong"):
                 self.screen.note(f"evaluation {held_out.name}: {line}")
-            self.last_answers += answer_rows(found[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
+            self.last_answers += answer_rows(replies[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
         return answers
 
     def evaluate(self) -> Metrics:
-        """Answers to the held-out prompts with evaluation's own sampling settings, in a shift of their own.
+        """Samples and scores the held-out prompts in a shift of their own, and returns the evaluation's metrics.
 
-        Nothing that is drawn here changes what training and other datasets get.
+        The global random states are restored afterwards, so that an evaluation does not change training.
         """
         with random_states_kept():
             answers = self.in_shift(self.sample_held_outs)
-        # The recipe's first reward function is the one that tells right from wrong.
+        # The recipe's first reward function decides whether an answer is right.
         metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])
         return metrics
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """One row of figures: on disk, in Weights & Biases, on the screen."""
+        """Writes one row of metrics to metrics.jsonl, to the trackers and to the screen."""
         if "time/rollout" in metrics and "rollout_tokens" in metrics:
             metrics["throughput/rollout_tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/rollout"]
             metrics["throughput/train_tokens_per_s"] = metrics.get("train_tokens", 0.0) / metrics["time/update"]

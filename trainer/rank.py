@@ -1,4 +1,4 @@
-"""The entry point of a rank: it trains, its engine in turns with the policy, or only generates."""
+"""Entry point of a rank, which either trains, with its engine and the policy taking turns, or only generates."""
 
 import os
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from trainer.run.lock import RunLock
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """Run one rank: join the others, train or generate, leave with them. A failure on one ends all."""
+    """Runs one rank: joins the other ranks, trains or generates, and leaves with them. A failed rank ends all ranks."""
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     forks = resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors
     stop_forking = fork_engines() if forks else lambda: None

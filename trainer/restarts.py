@@ -1,13 +1,13 @@
-"""Starts engines again that have died, in their place: what they were asked for is asked anew, and the run goes on.
+"""Restarts dead engines in place; their requests are sent again with the same seeds, and the run continues.
 
-Three ways were weighed. Every call could say by its exception that an engine has died; but one death shows as many
-errors: a lost connection, an update that broke off, a deadline, on this rank or another. A thread could watch engines
-and mend them behind a step's back, which then would not know what it still has. So whatever failure ends a generation
-shift comes to one place, `after`, which asks every engine whether it lives. A reader of the loop sees one `except`, and
-everything that follows from a death is here and in `ShardingManager.restart`.
+Three designs were considered. Each call could report an engine's death by its exception; but one death causes many
+different errors (a lost connection, an interrupted update, an exceeded deadline), on this rank or another one. A thread
+could watch engines and repair them while a step runs; but then the step would not know which of its answers it still
+has. So every failure that ends a generation shift goes to one method, `after`, which asks every engine whether it is
+alive. The training loop has a single `except`, and the rest is here and in `ShardingManager.restart`.
 
-An `Engine` is started again in its own object, so that rollouts, server and carried episodes still hold the right one.
-What has not been trained is sampled anew, with the same seeds: the run ends as if nothing had happened.
+A restarted engine keeps its `Engine` object, so rollouts, the server and carried episodes need not replace it. Answers
+that have not been trained on are sampled again with the same seeds, so the run ends as if no engine had died.
 """
 
 import time
@@ -32,10 +32,10 @@ _CAUSES_TOLD = 4
 
 
 class EngineRestarts:
-    """Counts the deaths of all engines, alike on all ranks, and starts the dead again while there are few.
+    """Counts the deaths of all engines, identically on all ranks, and restarts dead engines up to a limit per hour.
 
     Attributes:
-        sharding: set once there is one, before `after` is called.
+        sharding: the sharding manager, which is set before `after` is called.
     """
 
     sharding: ShardingManager
@@ -43,12 +43,12 @@ class EngineRestarts:
     def __init__(self, config: TrainConfig, device: torch.device, watchdog: Watchdog) -> None:
         self._config, self._device, self._watchdog = config, device, watchdog
         self._leader: Leader | None = None
-        self._deaths: list[tuple[float, str]] = []  # when, by rank 0's clock (s), and which
+        self._deaths: list[tuple[float, str]] = []  # time by rank 0's clock (s), and a description
 
     def first_start(self) -> Leader | None:
-        """This rank's engine, if it leads one. Collective; one whose core is killed meanwhile is started again.
+        """Starts and returns this rank's engine, if it leads one. Collective.
 
-        Raises RemoteError where one does not start for another reason.
+        An engine whose core is killed during its start is started again. Raises RemoteError on other failures.
         """
         while True:
             try:
@@ -60,17 +60,22 @@ class EngineRestarts:
                 self._count("it was killed while it started" if killed else "", failure)
 
     def after(self, failure: RemoteError, *tenants: Tenant, may_leave: bool = False) -> None:
-        """Have all engines alive and asleep again after a failure of which they are the cause. Collective.
+        """Restarts dead engines after a failed generation shift, and returns with all engines asleep. Collective.
 
-        `tenants` are those of the shift. With `may_leave`, nothing is started where any rank was asked to end: then
-        StepAbandoned is raised. Raises `failure` if no engine has died, RemoteError if too many have or the policy's
-        weights have gone with one.
+        Args:
+            failure: the error that ended the shift.
+            tenants: the tenants of the shift.
+            may_leave: if true and some rank was asked to end, restart nothing and raise StepAbandoned.
+
+        Raises:
+            RemoteError: `failure` itself if no engine has died; another one if too many have died, or if the policy's
+                weights were lost with an engine.
         """
         with self._watchdog.aside("starting the engine again", self._config.run.first_step_deadline_s):
             while True:
                 self._count(self._death(), failure)
                 if self._config.sync.way == "zero_copy" and self._device.type == "cuda":
-                    lost = "with sync.way zero_copy the policy's weights have gone with the engine"
+                    lost = "with sync.way: zero_copy, the policy's weights were lost with the engine"
                     raise RemoteError(f"{lost}: {failure}")
                 if may_leave and any(exchange(self._watchdog.called_at is not None)):
                     self.sharding.sleep()
@@ -82,11 +87,11 @@ class EngineRestarts:
                     failure = another
 
     def _death(self) -> str:
-        """How this rank's engine has died, if it leads one that has. Its processes are gone then."""
+        """Describes how this rank's engine has died and closes it; "" if it is alive or this rank leads none."""
         if self._leader is None:
             return ""
         died = ""
-        with suppress(Exception):  # a loop that hangs gives no answer
+        with suppress(Exception):  # an event loop that hangs does not answer
             died = self._leader.thread.run(self._leader.engine.death(), _ASK_SECONDS, "asking the engine")
         if died:
             self._leader.engine.close()
@@ -97,13 +102,16 @@ class EngineRestarts:
             self._leader.start_again(self._config.engine.start_timeout_s)
 
     def _count(self, death: str, failure: RemoteError) -> None:
-        """Note all ranks' deaths. Raises `failure` if there is none, RemoteError if there were too many in an hour."""
+        """Records all ranks' deaths. Raises `failure` if there is none, RemoteError if there were too many in an hour.
+
+        `death` describes the death of this rank's engine; "" if it is alive.
+        """
         try:
-            told: Sequence[tuple[str, float]] = exchange([death, time.monotonic()])
-        except RuntimeError:  # it was a rank that has died
-            raise failure  # noqa: B904 - as it was, with its cause
-        now = told[0][1]
-        new = [f"the engine of rank {rank}: {how}" for rank, (how, _) in enumerate(told) if how]
+            reports: Sequence[tuple[str, float]] = exchange([death, time.monotonic()])
+        except RuntimeError:  # a rank has died, not an engine
+            raise failure  # noqa: B904 - the original error, with its cause
+        now = reports[0][1]
+        new = [f"the engine of rank {rank}: {reason}" for rank, (reason, _) in enumerate(reports) if reason]
         if not new:
             raise failure
         self._deaths = [(at, which) for at, which in self._deaths if now - at < _HOUR] + [(now, which) for which in new]

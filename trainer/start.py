@@ -1,4 +1,4 @@
-"""The beginning of every rank, whether it trains or only generates: inputs, rewards, the run's state, an engine."""
+"""The start of every rank, whether it trains or only generates: inputs, rewards, the run's state, an engine."""
 
 import os
 from collections.abc import Callable
@@ -30,17 +30,17 @@ from trainer.run.watchdog import Watchdog
 
 @dataclass
 class Start:
-    """A rank that has what it samples from, and its engine, if it leads one.
+    """The inputs of a started rank, and its engine, if it leads one.
 
     Attributes:
-        config: the recipe, with a way for the weights in the place of `auto`.
-        level: from a prompt to its trajectory.
-        prompts: to train on.
-        held_outs: datasets of an evaluation; none where the recipe has no evaluation.
-        sampling: of answers in training.
-        identity: of the run, by which checkpoints are compared.
-        checkpoint: the one that the run resumes from.
-        state: of the run besides the policy; checkpoints keep both.
+        config: the recipe, in which a chosen way of syncing weights has replaced `auto`.
+        level: runs episodes, which turn a prompt into trajectories.
+        prompts: the prompts to train on.
+        held_outs: the datasets of an evaluation; empty if the recipe has no evaluation.
+        sampling: the sampling settings of training.
+        identity: the run's identity, which is compared with a checkpoint's.
+        checkpoint: the checkpoint that the run resumes from, if any.
+        state: the run's state besides the policy; checkpoints keep both.
         leader: this rank's engine, if it leads one.
     """
 
@@ -60,17 +60,18 @@ class Start:
 
     @property
     def carried(self) -> Path | None:
-        """The checkpoint whose answers the run goes on with: one of other data says nothing of these prompts."""
+        """The checkpoint with answers to continue from; None if it belongs to other data, whose prompts differ."""
         return self.checkpoint if self.state.prompts else None
 
 
 def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: Callable[[], str]) -> Start:
-    """Start this rank, cheapest and likeliest to fail first; the models are tried without their weights. Collective
-    among all ranks of the run. Raises UserError.
+    """Loads this rank's inputs and starts its engine. Collective among all ranks of the run.
+
+    Starts with what is cheap and likely to fail. Models are built without weights first. Raises UserError.
 
     Args:
-        resources: closes everything again, however the run ends.
-        doing: this rank's phase, for the screen.
+        resources: closes everything when the run ends, however it ends.
+        doing: returns this rank's phase, for the screen.
     """
     config, way = with_chosen_way(config, world_size(), local_ranks(os.environ, world_size()))
     screen = Progress(config.run.steps, enabled=is_main())
@@ -102,9 +103,9 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
 
 
 def start_engine(start: Start, resources: ExitStack) -> None:
-    """Start this rank's engine, if it leads one, and reward workers beside it. Collective among all ranks of the run.
+    """Starts this rank's engine and its reward workers, if it leads one. Collective among all ranks of the run.
 
-    Before the policy: vLLM measures free memory while it starts, and asserts that none is freed
+    Call it before the policy is built: vLLM measures free memory while it starts, and asserts that none is freed
     (https://github.com/vllm-project/vllm/issues/56830).
     """
     config = start.config

@@ -35,7 +35,7 @@ from tests.support.real_run import write_recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
 
-LONGEST = 300  # characters of an error message
+LONGEST = 600  # characters of an error message
 SECONDS = 120  # to check one configuration
 RUN_SECONDS = 240  # to train one step
 AFFORDABLE = {"reward.workers": 4, "engine.kv_cache_gib": 0.25}

@@ -21,7 +21,7 @@ from tests.support.image_rows import make_rows, plain_forward, plain_gradients
 from tests.support.sequence_checks import sharing
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
-from trainer.model_structure import seeing
+from trainer.model_structure import vision_modules
 from trainer.types import MicroBatch, Sample
 
 CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 packed", "zero3 frozen"]
@@ -81,7 +81,7 @@ def check_gradients(folder: Path, case: str) -> None:
     three_steps.update_and_look(policy, batches, gradient, 0.0, got)
     expected = plain_gradients(folder, processor, samples)
     if way == "frozen":
-        parts = tuple(seeing(policy.model))
+        parts = tuple(vision_modules(policy.model))
         assert not any(name.startswith(parts) for name in policy.state_dict()["model"])
         expected = {name: value for name, value in expected.items() if not name.startswith(parts)}
     used = {name: value for name, value in got.items() if name in expected or value.any()}

@@ -161,7 +161,7 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
     layout = Layout.of(mask, lengths, packed, ways, rank() % ways)
     joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
     if joined is not None and layout.pack is not None:
-        joined = layout.pack.own(_stretched(joined, sum(layout.pack.lengths)))
+        joined = layout.pack.local(_stretched(joined, sum(layout.pack.lengths)))
     return MicroBatch(
         input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
         loss_mask=mask,

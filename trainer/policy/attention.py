@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config.model_file import PACKABLE_LAYERS
 from trainer.errors import UserError
-from trainer.model_structure import sees
+from trainer.model_structure import has_vision
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 
 NAME = "hotbunk_sdpa"
@@ -117,7 +117,7 @@ def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
     layers = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
     if layers or model._is_stateful:
         return f"has layers ({', '.join(layers) or 'recurrent'}) that carry state over from one sequence to the next"
-    if sees(config) and "token_type_ids" in inspect.signature(model.forward).parameters:
+    if has_vision(config) and "token_type_ids" in inspect.signature(model.forward).parameters:
         return "lets the tokens of an image attend to later ones"
     if not model._supports_attention_backend:
         return "has its own attention, which does not take the ends of sequences"

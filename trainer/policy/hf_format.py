@@ -40,7 +40,7 @@ from sharding.ranks import agreed, is_main
 from trainer.config.model_file import LOGIT_CHANGES
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
-from trainer.model_structure import decoder, sees
+from trainer.model_structure import decoder, has_vision
 from trainer.policy import attention
 from trainer.policy.lora import is_adapter, low_rank
 
@@ -121,7 +121,7 @@ def build_meta_model(
 
 def model_kind(config: PretrainedConfig) -> Any:
     """The automatic class for a model to train, which answers in text and may take images."""
-    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 def choose_attention(model: PreTrainedModel, asked: str) -> None:
@@ -131,13 +131,13 @@ def choose_attention(model: PreTrainedModel, asked: str) -> None:
     """
     chosen = attention.implementation(asked, type(model), model.config)
     model.set_attn_implementation(
-        {"": chosen, "text_config": chosen, "vision_config": asked} if sees(model.config) else chosen
+        {"": chosen, "text_config": chosen, "vision_config": asked} if has_vision(model.config) else chosen
     )
 
 
 def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
     """The preparer of images for a multimodal model, with its processor from `folder`; None for other models."""
-    if not sees(model.config):
+    if not has_vision(model.config):
         return None
     from generation.images import ImageProcessor  # imports torchvision
     from trainer.policy.vision import Vision
@@ -204,7 +204,7 @@ def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> None:
     5 removes and does not add again (`PrefixChange` in transformers/conversion_mapping.py), so that vLLM cannot load
     what it saves.
     """
-    named = {name.replace(".vision_model.", ".", 1): name for name in names} if sees(model.config) else {}
+    named = {name.replace(".vision_model.", ".", 1): name for name in names} if has_vision(model.config) else {}
     setattr(model, OWN_NAMES, {plain: name for plain, name in named.items() if plain != name})
 
 

@@ -27,7 +27,7 @@ from sharding.send.push import AdapterFormat
 from sharding.send.source import LowRank, gathered
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
-from trainer.model_structure import Work, seeing
+from trainer.model_structure import Work, vision_modules
 from trainer.types import MicroBatch, Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()
@@ -48,13 +48,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
     if lora.target_modules == "all-linear":
         # PEFT's "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and not
         # layers.
-        outside = {head, *(module for part in seeing(model).values() for module in part.modules())}
+        outside = {head, *(module for part in vision_modules(model).values() for module in part.modules())}
         inside = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside)
         targets = sorted({name.rpartition(".")[2] for name in inside})
     else:
         targets = list(lora.target_modules)
     try:
-        config = peft_config(lora, targets, exclude=list(seeing(model)))
+        config = peft_config(lora, targets, exclude=list(vision_modules(model)))
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)  # on meta
     except ValueError as error:
         reason = str(error).partition("\n")[0]
@@ -179,6 +179,6 @@ def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Pa
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-            config = peft_config(lora, _targets(model), base, exclude=list(seeing(model)))
+            config = peft_config(lora, _targets(model), base, exclude=list(vision_modules(model)))
             config.inference_mode = True
             config.save_pretrained(folder)

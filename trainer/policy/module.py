@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.model_structure import ModelFlops, Work, attended, model_flops, sees
+from trainer.model_structure import ModelFlops, Work, attended, has_vision, model_flops
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
 from trainer.policy.routing import Routing
@@ -128,7 +128,7 @@ class AutoValueModel:
     @staticmethod
     def from_config(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
         """Makes the model. Raises ValueError for a type that Transformers has no classifier of."""
-        if not sees(config):
+        if not has_vision(config):
             return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(config, **settings))
         model = AutoModelForImageTextToText.from_config(config, **settings)
         model.lm_head = None

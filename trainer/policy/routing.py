@@ -241,7 +241,7 @@ def real_inputs(batch: MicroBatch) -> Tensor:
     sizes, pack = [length - 1 if batch.rows else 0 for length in batch.lengths], batch.layout.pack
     widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
     real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)])
-    return real if pack is None else pack.own(real)
+    return real if pack is None else pack.local(real)
 
 
 class _Choice(TorchFunctionMode):

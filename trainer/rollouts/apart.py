@@ -38,7 +38,7 @@ from trainer.rollouts.round import (
 )
 
 
-def hand_over(training: int, rounds: list[Round], error: Exception | None) -> None:
+def send_rounds(training: int, rounds: list[Round], error: Exception | None) -> None:
     """On a rank that generates, after an order: give its answers to one of the `training` ranks that train, and all
     else to each of them. Collective among all ranks. Raises RemoteError on all ranks where one has an error.
     """
@@ -49,8 +49,8 @@ def hand_over(training: int, rounds: list[Round], error: Exception | None) -> No
     all_to_all_bytes(payloads, among=EVERYBODY)
 
 
-def take_over() -> list[Round]:
-    """On a rank that trains: what comes here of `hand_over`, of all engines together. Collective among all ranks."""
+def receive_rounds() -> list[Round]:
+    """On a rank that trains: what comes here of `send_rounds`, of all engines together. Collective among all ranks."""
     agree(None, "generating", among=EVERYBODY)
     received = all_to_all_bytes([b""] * world_size(EVERYBODY), among=EVERYBODY)
     return together([unpacked(payload) for payload in received if payload])
@@ -148,7 +148,7 @@ class Apart:
         if self._ordered is None:
             return
         order, self._ordered = self._ordered, None
-        rounds, cut = take_over(), self._config.rollout.slice_tokens is not None
+        rounds, cut = receive_rounds(), self._config.rollout.slice_tokens is not None
         if rounds[0].word == GIVEN_UP:
             raise StepAbandoned(f"the rollouts of step {order.step} were given up")
         if rounds[0].word:

@@ -132,7 +132,7 @@ def test_a_run_that_is_asked_to_end_starts_none_and_keeps_its_policy() -> None:
 
 def test_weights_that_were_the_dead_engine_s_end_the_run() -> None:
     engine = Engine(["gone"])
-    with pytest.raises(RemoteError, match="with sync.way zero_copy the policy's weights have gone with the engine"):
+    with pytest.raises(RemoteError, match="with sync.way: zero_copy, the policy's weights were lost with the engine"):
         restarts(engine, "cuda", sync={"way": "zero_copy"}).after(RemoteError("a failure"))
     assert "start" not in engine.calls
 

@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "attention in its own way": (
         rewrite("model/config.json", json.dumps({"model_type": "gpt_oss", "num_local_experts": 4} | SMALL)),
         [],
-        "knows no sdpa: set it to eager, and batch.packing to false",
+        "does not support sdpa: set it to eager, and batch.packing to false",
     ),
     "positions that depend on neighbours": (
         rewrite("model/config.json", json.dumps({"model_type": "qwen2", "rope_scaling": LONG} | SMALL)),

@@ -17,7 +17,7 @@ from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainCo
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import model_sizes
 from trainer.learning.batching import micro_batches
-from trainer.model_structure import freeze, seeing
+from trainer.model_structure import freeze, vision_modules
 from trainer.policy import InPlacePolicy
 from trainer.policy.attention import require_packing, require_sharing
 from trainer.policy.hf_format import (
@@ -131,7 +131,7 @@ def test_rows_without_images_enter_the_encoder_without_effect(tiny_vlm: TinyMode
             assert found is None or not found.any()
         else:
             assert found is not None and torch.equal(found, expected)
-    of_images = {name for name in entered if name.startswith(tuple(seeing(module.model)))}
+    of_images = {name for name in entered if name.startswith(tuple(vision_modules(module.model)))}
     assert {name for name in of_images if entered[name] is not None} == used_parameters(module, folder)
 
 
@@ -140,7 +140,7 @@ def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
     module.vision = make_vision(module.model, folder)
     rows = [row for row in make_rows(ImageProcessor(str(folder))) if row.images]
     found = gradients(module.model, total_loss(module, rows, packing=True))
-    return {name for name in found if name.startswith(tuple(seeing(module.model))) and found[name] is not None}
+    return {name for name in found if name.startswith(tuple(vision_modules(module.model))) and found[name] is not None}
 
 
 def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyModel) -> None:
@@ -227,7 +227,7 @@ def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
     elements = sum(
         p.numel() for n, p in module.model.named_parameters() if n.startswith("model.visual") and p.dim() > 1
     )
-    assert of.seeing == of.seeing_learned == elements
+    assert of.vision == of.vision_learned == elements
     with torch.no_grad():
         outputs(module, batch, TEMPERATURE)
     seen = module.work.flops

@@ -21,7 +21,7 @@ from sharding.wire.channel import SyncError
 from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.placement import check_placement
 from trainer.config.schema import TrainConfig
-from trainer.rollouts.apart import Apart, hand_over, take_over
+from trainer.rollouts.apart import Apart, receive_rounds, send_rounds
 from trainer.rollouts.pool import StepAbandoned
 from trainer.rollouts.round import GIVEN_UP, Order, Round, check_version, packed, read_groups, read_ready
 
@@ -93,10 +93,10 @@ def test_answers_that_two_ranks_have_kept_are_all_read_by_one(tmp_path: Path) ->
 def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(training: int, generating: int) -> None:
     def crew() -> Any:
         if rank() < training:
-            return take_over()
+            return receive_rounds()
         first, second = of_rank(rank())
         first.places, second.untrained, second.groups = [4], first.trajectories[:1], [CarriedGroup(rank(), 1)]
-        return hand_over(training, [first, second], None)
+        return send_rounds(training, [first, second], None)
 
     taken = on_ranks(training + generating, crew)[:training]
     groups = sorted(group.place for _, second in taken for group in second.groups)
@@ -116,8 +116,8 @@ def test_a_word_of_one_engine_reaches_all_that_train_and_an_error_everybody() ->
         alone = rank() == 3
         try:
             if rank() < 2:
-                return take_over()[0].word
-            hand_over(2, [Round(1, word=GIVEN_UP)] if alone else of_rank(3), error if alone else None)
+                return receive_rounds()[0].word
+            send_rounds(2, [Round(1, word=GIVEN_UP)] if alone else of_rank(3), error if alone else None)
         except RemoteError as failure:
             return str(failure)
 
@@ -152,7 +152,7 @@ def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
     for lag in (0, 1):
         source, engines = source_apart(lag, steps=3)
         for step in (1, 2, 3):
-            monkeypatch.setattr("trainer.rollouts.apart.take_over", lambda: [Round(version=3, position=8 * step)])  # noqa: B023
+            monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: [Round(version=3, position=8 * step)])  # noqa: B023
             source.produce(Order(step, 3, 8 * (step - 1)))
             expected = [("sample", number + 1, 8 * number) for number in range(step)]
             assert engines.orders == expected
@@ -166,7 +166,7 @@ def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
 def test_answers_of_the_next_step_are_part_of_a_checkpoint_once_they_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.take_over", lambda: of_rank(0, step=2))
+    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: of_rank(0, step=2))
     source, engines = source_apart(1)
     assert source.carried() == b""
     source._order(Order(2, 3, 8))
@@ -180,7 +180,7 @@ def test_answers_of_the_next_step_are_part_of_a_checkpoint_once_they_are_there(
 def test_random_states_of_generating_ranks_come_back_in_the_first_order(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.take_over", lambda: of_rank(1, step=2))
+    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: of_rank(1, step=2))
     source, engines = source_apart(lag)
     source.produce(Order(2, 3, 0))
     source.produce(Order(-3, 3, 0))
@@ -217,7 +217,7 @@ def cut_step(version: int) -> list[Round]:
 def test_answers_that_go_on_are_told_of_as_where_they_are_and_kept(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.take_over", lambda: cut_step(3))
+    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: cut_step(3))
     source, _ = source_apart(lag, slice_tokens=1)
     [taken] = source.produce(Order(2, 3 + lag, 8))
     assert taken.places == [4] and taken.position == 9
@@ -241,7 +241,7 @@ def test_answers_that_go_on_are_told_of_as_where_they_are_and_kept(
 def test_what_cannot_be_learned_from_is_raised_where_it_is_fetched(
     taken: Any, error: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.take_over", lambda: taken)
+    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: taken)
     source, _ = source_apart(0)
     with pytest.raises((error, RemoteError), match=sentence):
         source.produce(Order(1, 3, 0))
