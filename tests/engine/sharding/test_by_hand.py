@@ -1,4 +1,4 @@
-"""Runs the programs that docs/engines.md writes by hand, with a tiny model."""
+"""Runs the programs of docs/engines.md and scripts/examples/reinforce_loop.py with a tiny model."""
 
 import json
 import os
@@ -24,21 +24,22 @@ def code_with(call: str) -> str:
     return code
 
 
-def printed_by(code: str, model: Path, folder: Path) -> str:
+def printed_by(code: str, model: Path, folder: Path, *arguments: str) -> str:
     """Runs a program beside a run's folder with this model; returns what it prints."""
     (folder / "runs" / "arithmetic").mkdir(parents=True)
     (folder / "runs" / "arithmetic" / "model").symlink_to(model)
     (folder / "by_hand.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"}
-    command = [*PYTHON, str(folder / "by_hand.py")]
+    command = [*PYTHON, str(folder / "by_hand.py"), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_pages_loop_trains_and_its_parts_agree(tiny_qwen2: Path, tmp_path: Path) -> None:
+def test_the_example_loop_trains_and_its_parts_agree(tiny_qwen2: Path, tmp_path: Path) -> None:
     """In each step, answers are sampled by the policy that scores them."""
-    printed = printed_by(code_with("micro_batches("), tiny_qwen2, tmp_path)
+    code = (ROOT / "scripts" / "examples" / "reinforce_loop.py").read_text()
+    printed = printed_by(code, tiny_qwen2, tmp_path, str(tiny_qwen2))
     steps = re.findall(rf"^(\d) (\d) .*'loss': ({NUMBER}), 'gap': ({NUMBER})", printed, re.MULTILINE)
     assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], printed
     assert all(float(gap) < 1e-4 for *_, gap in steps) and any(float(loss) for _, _, loss, _ in steps)
