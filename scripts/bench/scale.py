@@ -72,24 +72,17 @@ def table(columns: list[dict[str, Any]], model: ModelSizes) -> str:
     by_eight = bf16.model_copy(update={"shard_size": 8})
     lines: dict[str, Callable[[dict[str, Any]], str]] = {
         "": lambda c: f"{c['ranks']:,}",
-        "messages of words and figures, sent and received": lambda c: str(
-            sum(c["step"].get(k, [0])[0] for k in SETTLED)
-        ),
-        "received by them": bytes_of(*SETTLED),
-        "of which agreements that all went well": bytes_of("agree"),
+        "control messages, sent and received": lambda c: str(sum(c["step"].get(k, [0])[0] for k in SETTLED)),
+        "bytes of control messages": bytes_of(*SETTLED),
         "rows of all answers": bytes_of("send_to_all"),
         "samples to train on": bytes_of("all_to_all_bytes"),
-        "histograms of figures": bytes_of("sum_counts"),
-        "Qwen2.5-7B: a micro-batch's weights and gradients": lambda c: tensors(c, bf16),
+        "Qwen2.5-7B: weights and gradients, a micro-batch": lambda c: tensors(c, bf16),
         "the same with policy.shard_size: 8": lambda c: tensors(c, by_eight) if c["ranks"] >= 8 else "",
-        "Qwen2.5-7B: a sync's weights": lambda c: size(
+        "Qwen2.5-7B: weights, a sync": lambda c: size(
             sum(2 * math.ceil(s[0] / c["ranks"]) * math.prod(s[1:]) for s in rows) * (c["ranks"] - 1)
         ),
-        "requests to the store for prompts, a rank": lambda c: str(c["requests"]),
-        "requests to the store for prompts, all": lambda c: f"{c['requests'] * c['ranks']:,}",
-        "connections of gloo, a rank": lambda c: f"{2 * (c['ranks'] - 1):,}",
-        "rank 0: more host memory than one rank alone": lambda c: size(max(0, c["peak"] - columns[0]["peak"])),
-        "rank 0: seconds of the step, one thread": lambda c: f"{c['seconds']:.1f}",
+        "rank 0: extra host memory": lambda c: size(max(0, c["peak"] - columns[0]["peak"])),
+        "rank 0: seconds of the step": lambda c: f"{c['seconds']:.1f}",
         "files of a checkpoint": lambda c: f"{c['files']:,}",
         "rank 0: table of a checkpoint": lambda c: size(c["table"]),
         "rank 0: seconds to write it": lambda c: f"{c['writing']:.1f}",
