@@ -3,7 +3,7 @@
 #
 # Makes environments of Python for them in FOLDER (runs/ecosystem by default; needs a package index), a random model and one that calls
 # tools. Trains two steps of each trial of scripts/ecosystem/trial.py, or of those named, looks at what was recorded, has lm-eval and
-# inspect-ai ask `hotbunk serve`, has TorchRL's clients ask a service, and prints the table of docs/ecosystem.md. The exit status is 1
+# inspect-ai ask `hotbunk serve`, has TorchRL's clients ask a service, and prints the figures of docs/ecosystem.md. The exit status is 1
 # if anything is not as it should be. Half an hour on two cores; TorchRL's clients alone, `bash scripts/try_ecosystem.sh torchrl`, some minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
