@@ -1,4 +1,4 @@
-"""Rewards: plain functions, run in processes that can be killed."""
+"""Reward functions, which run in processes that can be killed."""
 
 from trainer.rewards.loading import BoundReward, bind_rewards
 from trainer.rewards.pool import RewardError, RewardPool, RewardResult

@@ -1,7 +1,7 @@
-"""Rewards a recipe can name without an import string. All but reasoning_gym give 1.0 or 0.0.
+"""The built-in rewards, which a recipe names without an import string. All except reasoning_gym return 1.0 or 0.0.
 
-They are ordinary reward functions: the completion first, then by keyword the values they ask for. EXTRACTORS has the
-votes of majority votes.
+They are ordinary reward functions: they take the completion first, and by keyword the values that they ask for.
+EXTRACTORS has the functions that extract an answer's vote for majority votes.
 """
 
 import re
@@ -12,25 +12,26 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(completion: str, *, answer: Any) -> float:
-    """The completion is the answer, except for white space around either."""
+    """Returns 1.0 if the completion equals the answer, ignoring white space around either."""
     return float(completion.strip() == _text(answer).strip())
 
 
 def numeric_match(completion: str, *, answer: Any, tolerance: float = 1e-6) -> float:
-    """The last number in the completion equals the last number in the answer, up to a relative tolerance.
+    """Returns 1.0 if the last numbers in the completion and in the answer are equal, up to a relative tolerance.
 
-    Thousands separators are understood, and so is GSM8K's `#### 72` with all the text before it.
+    Numbers may have thousands separators. The answer may be GSM8K's, with text that ends in `#### 72`.
     """
-    expected, found = _last_number(_text(answer)), _last_number(completion)
+    expected, number = _last_number(_text(answer)), _last_number(completion)
     if expected is None:
         raise ValueError(f"the answer {answer!r} holds no number")
-    return float(found is not None and abs(found - expected) <= tolerance * max(1.0, abs(expected)))
+    return float(number is not None and abs(number - expected) <= tolerance * max(1.0, abs(expected)))
 
 
 def math_verify(completion: str, *, answer: Any) -> float:
-    """The completion's final expression (boxed, LaTeX or plain) equals the answer, as the math-verify library sees it.
+    """Returns 1.0 if the math-verify library finds the completion's final expression equal to the answer.
 
-    The library's own timeouts are off: they need SIGALRM, and the pool's deadline kills what it cannot interrupt.
+    Expressions may be boxed, LaTeX or plain. The library's own timeouts are off, since they need SIGALRM; the reward
+    pool's deadline kills processes that it cannot interrupt.
     """
     from math_verify import parse, verify  # sympy takes a third of a second to import
 
@@ -42,14 +43,14 @@ def math_verify(completion: str, *, answer: Any) -> float:
 
 
 def reasoning_gym(completion: str, *, row: dict[str, Any]) -> float:
-    """The judgement, 0 to 1, of the reasoning-gym dataset that the row comes from (data.path: reasoning_gym:NAME)."""
+    """Returns the score, 0 to 1, by the reasoning-gym dataset that the row is from (data.path: reasoning_gym:NAME)."""
     from generation.rollouts.environments.reasoning_gym import score
 
     return score(completion, row)
 
 
 class FormatRegex:
-    """The completion as a whole matches `pattern`; a dot matches line breaks too."""
+    """Returns 1.0 if the entire completion matches `pattern`, in which a dot also matches line breaks."""
 
     def __init__(self, pattern: str) -> None:
         try:
@@ -71,11 +72,11 @@ BUILTINS = {
 
 
 def _expression(completion: str) -> str | None:
-    """The completion's final expression, as sympy writes it: x + 1 and 1 + x are one vote, 1/2 and 0.5 are two."""
+    """Returns the completion's final expression as sympy writes it: x + 1 equals 1 + x, but 1/2 differs from 0.5."""
     from math_verify import parse
 
-    found = parse(completion, parsing_timeout=None)
-    return str(found[0]) if found else None
+    expressions = parse(completion, parsing_timeout=None)
+    return str(expressions[0]) if expressions else None
 
 
 def _text(answer: Any) -> str:
@@ -94,4 +95,4 @@ EXTRACTORS: dict[str, Callable[[str], Any]] = {
     "numeric_match": _last_number,
     "math_verify": _expression,
 }
-"""The part of a completion that each of them compares with the answer; None where there is none."""
+"""Functions that return the part of a completion that a reward compares with the answer, or None."""

@@ -1,4 +1,4 @@
-"""From names in a recipe to callables whose signatures are known to fit. Imports no torch: workers use this too."""
+"""Loads the reward functions that a recipe names and checks their signatures, without torch, as workers do it too."""
 
 import asyncio
 import difflib
@@ -16,7 +16,7 @@ OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images")
 """The values that every reward function may ask for by keyword, besides the completion and its own settings."""
 
 TAKEN = ("mean", "std", "errors")
-"""Names of the run's own figures below reward/, which no reward function may have."""
+"""Names of the run's own metrics below reward/, which a reward function may not have."""
 
 _TRL_LOGGERS = ("log_extra", "log_metric")
 _TRL_ONLY = frozenset(("environments", "trainer_state"))
@@ -27,29 +27,29 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward function with its settings, which gets only the values it asks for."""
+    """A reward function with its settings, which is called with the values it asks for only."""
 
     label: str
     function: Callable[..., Any]
     keywords: frozenset[str]
     kwargs: dict[str, Any]
-    # gives a completion's vote, for majority votes, or None: the built-in function's own, or the user's function's or
-    # class's attribute of this name; without one, the text
+    # returns a completion's vote for majority votes, or None: by default the text; otherwise a built-in function's
+    # extractor, or the attribute `extract` of the user's function or class
     extract: Callable[[str], Any] = str.strip
 
     @property
     def takes_answer(self) -> bool:
-        """True if the function is given `answer`; one with TRL's signature, if it has a parameter of that name."""
+        """True if the function takes `answer`; with TRL's signature, only if it has a parameter of that name."""
         if isinstance(self.function, TrlReward):
             return "answer" in inspect.signature(self.function.function).parameters
         return "answer" in self.keywords
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
-        """Call the function; `offered` holds a value for each name in OFFERED."""
-        given = {key: offered[key] for key in self.keywords}
-        if "images" in given:
-            given["images"] = [image.open() for image in given["images"]]
-        result = self.function(completion, **given, **self.kwargs)
+        """Calls the function; `offered` holds a value for each name in OFFERED."""
+        arguments = {key: offered[key] for key in self.keywords}
+        if "images" in arguments:
+            arguments["images"] = [image.open() for image in arguments["images"]]
+        result = self.function(completion, **arguments, **self.kwargs)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
@@ -59,10 +59,10 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 @dataclass(frozen=True)
 class TrlReward:
-    """A reward function with TRL's signature, `f(prompts, completions, **columns) -> list[float]`, for one answer.
+    """An adapter for a reward function with TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
 
-    Prompts are as the data has them. Where they are messages, a completion is a list of one message. `names` are the
-    parameters it has; None: it takes any.
+    It passes one answer at a time, with the prompt as it stands in the data. If that is a list of messages, the
+    completion is a list of one message. `names` are the function's parameters; None: it takes any.
     """
 
     function: Callable[..., Any]
@@ -74,23 +74,24 @@ class TrlReward:
         asked = next((row[key] for key in ("prompt", "messages") if row.get(key)), prompt)
         answer = completion if isinstance(asked, str) else [{"role": "assistant", "content": completion}]
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-        given = columns | {"prompts": [asked], "completions": [answer], **dict.fromkeys(_TRL_LOGGERS, lambda *_: None)}
+        loggers = dict.fromkeys(_TRL_LOGGERS, lambda *_: None)
+        arguments = columns | {"prompts": [asked], "completions": [answer], **loggers}
         if trajectory is not None:
-            given["completion_ids"] = [trajectory.response_ids[trajectory.answer_start :]]
+            arguments["completion_ids"] = [trajectory.response_ids[trajectory.answer_start :]]
         if self.names is not None:
-            given = {name: value for name, value in given.items() if name in self.names}
-        result = self.function(**given | kwargs)
+            arguments = {name: value for name, value in arguments.items() if name in self.names}
+        result = self.function(**arguments | kwargs)
         rewards = list(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
         if len(rewards) != 1:
-            raise ValueError(f"it gave {len(rewards)} rewards for one completion")
-        return 0.0 if rewards[0] is None else rewards[0]  # None: it does not apply to this row
+            raise ValueError(f"it returned {len(rewards)} rewards for one completion")
+        return 0.0 if rewards[0] is None else rewards[0]  # None: the function does not apply to this row
 
 
 def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
-    """Load each (name, kwargs) and check that it can be called.
+    """Loads the functions with these (name, kwargs) and checks that they can be called.
 
-    A class is constructed with its kwargs, once in each process, and the object is called without them.
-    Labels are the functions' own names, numbered until they are free. Raises UserError naming the function.
+    A class is constructed with its kwargs, once in each process, and the object is called without them. A label is the
+    function's name, with a number if it is taken. Raises UserError naming the function.
     """
     bound: dict[str, BoundReward] = {}
     for name, kwargs in functions:
@@ -115,13 +116,13 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
     elif function is None:
         close = difflib.get_close_matches(name, BUILTINS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"the built-in ones are {', '.join(BUILTINS)}."
-        raise UserError(f"reward {name!r} is not known: {hint} Your own is written pkg.mod:Name or path/file.py:Name")
+        raise UserError(f"reward {name!r} is unknown: {hint} Write your own as pkg.mod:Name or path/file.py:Name")
     if inspect.isclass(function):
         try:
             function, kwargs = function(**kwargs), {}
         except Interrupted:
             raise
-        except BaseException as error:  # whatever the user's constructor raises
+        except BaseException as error:  # the user's constructor may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {reason}") from error
     if not callable(function):
@@ -129,8 +130,8 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError) as error:  # some functions of C do not say
-        raise UserError(f"reward {name!r} does not say what it takes: wrap it in a function of yours") from error
+    except (TypeError, ValueError) as error:  # some functions written in C have no signature
+        raise UserError(f"reward {name!r} has no signature: wrap it in a Python function") from error
     if "completions" in parameters:
         reward, keywords = _bind_trl(name, function, parameters, kwargs)
         return BoundReward(label, reward, keywords, kwargs, extract)
@@ -140,12 +141,12 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
 def _bind_trl(
     name: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]
 ) -> tuple[TrlReward, frozenset[str]]:
-    """The function as one of ours, and the keys of OFFERED to pass to it."""
+    """Wraps a function with TRL's signature, and returns it with the keys of OFFERED to pass to it."""
     for absent in _TRL_ONLY & parameters.keys():
         if parameters[absent].default is inspect.Parameter.empty:
             raise UserError(
-                f"reward {name!r} asks for TRL's {absent!r}, which no reward is given here: an environment scores "
-                "itself by a method get_reward()"
+                f"reward {name!r} asks for TRL's {absent!r}, which rewards do not get here: give the environment a "
+                "method get_reward() instead"
             )
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
@@ -155,13 +156,13 @@ def _bind_trl(
 
 
 def _keywords(name: str, parameters: list[inspect.Parameter], kwargs: dict[str, Any]) -> frozenset[str]:
-    """The keys of OFFERED to pass; raises UserError unless completion, these and kwargs are what the function takes."""
+    """Returns the keys of OFFERED to pass. Raises UserError if the function does not take these and kwargs."""
     if parameters and parameters[0].kind in _POSITIONAL:
         parameters = parameters[1:]
     elif not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         raise UserError(f"reward {name!r} must take the completion as its first argument")
     if clash := set(kwargs) & set(OFFERED):
-        raise UserError(f"reward {name!r}: kwargs may not set {min(clash)!r}, which every reward is given")
+        raise UserError(f"reward {name!r}: kwargs may not set {min(clash)!r}, which every reward can ask for")
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     named = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
     if not takes_any and (unknown := set(kwargs) - named):
@@ -170,7 +171,7 @@ def _keywords(name: str, parameters: list[inspect.Parameter], kwargs: dict[str, 
         required = parameter.default is parameter.empty and parameter.kind in (*_NAMED, *_POSITIONAL)
         if required and (parameter.name not in {*OFFERED, *kwargs} or parameter.kind not in _NAMED):
             raise UserError(
-                f"reward {name!r} asks for {parameter.name!r}, but is given the completion and, by keyword, "
-                f"{', '.join(OFFERED)} and its kwargs"
+                f"reward {name!r} asks for {parameter.name!r}, but rewards get the completion and, by keyword, "
+                f"{', '.join(OFFERED)} and their kwargs"
             )
     return frozenset(OFFERED) if takes_any else frozenset(OFFERED) & named

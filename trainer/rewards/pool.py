@@ -1,18 +1,19 @@
-"""Reward functions run in processes of their own, where they may raise, hang or die.
+"""Runs reward functions in processes of their own, where they may raise, hang or die.
 
-Each call has a deadline after which its process is killed and replaced, so a loop inside C code or a lost socket costs
-one answer's reward and nothing else. Threads could not give that: nothing can stop them. A process may also be ended
-from outside, as by the kernel when memory is short: its call is made once more, so that rewards do not depend on that.
+Each call has a deadline, after which its process is killed and replaced, so an endless loop in C code or a lost socket
+costs one answer's reward and nothing else. Threads would not do, since they cannot be stopped. If a process is killed
+from outside, for example by the kernel when memory is short, its call is made once more, so that rewards do not depend
+on such events.
 
-Each process has a socket of its own, and no thread: the caller waits for the answer on the event loop. The end of the
-socket tells of a death at once, and of the right one. (Pools that share one queue between processes guess whose work
+Each process has a socket of its own and no thread: the caller waits for the answer on the event loop. The end of a
+socket reports the death of its process at once. (Pools that share one queue between processes have to guess whose work
 was lost; pebble 5.2.3 loses an answer when an idle worker has died.)
 
     rank ── watcher ── worker ── processes that a reward function starts
 
-Only packets that the kernel says the worker has sent are read, and of those only the answer to the last question, so a
-process that a function has forked answers for nobody. The watcher runs nothing of the user's: it adopts whatever loses
-its parent below it, and kills all of it when the worker, the rank or the thread that started it is gone.
+A packet counts only if the kernel names the worker as its sender and if it answers the last question, so a process that
+a function has forked cannot answer. The watcher runs no user code. It adopts all processes below it that lose their
+parent, and kills them when the worker, the rank or the thread that started the worker is gone.
 """
 
 import asyncio
@@ -42,12 +43,12 @@ from trainer.config.schema import DataConfig, RewardConfig
 from trainer.rewards.loading import BoundReward, bind_rewards
 
 _START_SECONDS = 120.0
-_END_SECONDS = 5.0  # for a watcher to end everything below it; a process stuck in the kernel must not keep it
+_END_SECONDS = 5.0  # time for a watcher to end all processes below it, some of which may be stuck in the kernel
 _LONGEST_ERROR = 300  # characters
-_LONGEST_REPLY = 128 * 1024  # bytes; a longer packet is cut, and then not an answer
-_PIECE = 32 * 1024  # bytes of a question in a packet
-_HEADER = struct.Struct("<QQ")  # before a question: its number, and its bytes
-_CREDENTIALS = struct.Struct("3i")  # the kernel's word on a packet: process, user and group of its sender
+_LONGEST_REPLY = 128 * 1024  # bytes; a longer packet is truncated and ignored
+_PIECE = 32 * 1024  # bytes of a question in one packet
+_HEADER = struct.Struct("<QQ")  # a question's number and its size in bytes
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of a packet's sender, as the kernel reports them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 Specs = list[tuple[str, dict[str, Any]]]
 
@@ -58,25 +59,25 @@ class RewardError(RuntimeError):
 
 @dataclass
 class RewardResult:
-    """One answer's reward."""
+    """One answer's reward, or the reasons why it has none."""
 
-    reward: float  # the weighted sum; `reward.error_reward` where a function has failed
-    parts: dict[str, float]  # each function's own value
-    error: str = ""  # what went wrong, if anything did
-    unusable: bool = False  # the answer leaves its group: there is no reward, or none that can be learned from
-    failures: dict[str, str] = field(default_factory=dict)  # by function the kind: timeout, raised, died, unusable
+    reward: float  # the weighted sum; `reward.error_reward` if a function failed
+    parts: dict[str, float]  # each function's value
+    error: str = ""  # a sentence about the failure, if there was one
+    unusable: bool = False  # True if there is no reward to learn from, so that the answer leaves its group
+    failures: dict[str, str] = field(default_factory=dict)  # failed functions: timeout, raised, died or unusable
 
 
 class RewardPool:
-    """Scores answers with the recipe's reward functions. A context manager; leaving it leaves no process.
+    """Scores answers with the recipe's reward functions; a context manager that starts and ends the workers.
 
-    The functions are loaded and checked here first, so that a wrong name is an error before a model loads. All answers
-    are scored on one event loop. Enter the pool on a thread that outlives it: workers die with the thread that started
-    them.
+    The constructor loads and checks the functions, so that a wrong name is an error before a model loads. All answers
+    are scored on one event loop. Enter the pool on a thread that outlives it, since workers die with the thread that
+    started them.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Load and check the functions. Raises UserError naming the one that does not fit."""
+        """Loads and checks the functions. Raises UserError naming a function that cannot be used."""
         self._config = config
         self._specs = [(function.name, function.kwargs) for function in config.functions]
         bound = bind_rewards(self._specs)
@@ -91,18 +92,18 @@ class RewardPool:
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
 
     def columns(self, data: DataConfig) -> DataConfig:
-        """The section with `answer_key` null where that is the default and no function takes `answer`."""
+        """Returns the section, with `answer_key` set to null if it has its default and no function takes `answer`."""
         default = data.answer_key == DataConfig.model_fields["answer_key"].default
         return data.model_copy(update={"answer_key": None}) if default and not self._takes_answer else data
 
     def __enter__(self) -> "RewardPool":
-        """Start the workers, which import the functions meanwhile."""
+        """Starts the workers, which import the functions in the background."""
         for _ in range(self._config.workers):
             self._add_worker()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the workers, whatever they are doing."""
+        """Kills the workers, even in the middle of a call."""
         while self._workers:
             self._workers.pop().kill()
 
@@ -115,10 +116,10 @@ class RewardPool:
         finish_reason: str,
         trajectory: Trajectory | None = None,
     ) -> RewardResult:
-        """Score one answer. Never raises because of a reward function: its failure is in the result and is counted.
+        """Scores one answer. It never raises because of a reward function: a failure is in the result and is counted.
 
-        `row` is the dataset's row; functions see `row["answer"]` as `answer`. The trajectory, turns and tool replies
-        included, travels to the processes only if a function asks for it; so do its images, which it sees as Pillow's.
+        `row` is the dataset's row; functions get `row["answer"]` as `answer`. The trajectory, with its turns and tool
+        replies, is sent to a process only if a function asks for it; so are the images, which become Pillow images.
         """
         offered = {"prompt": prompt, "row": row, "answer": row.get("answer"), "finish_reason": finish_reason}
         offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
@@ -141,9 +142,9 @@ class RewardPool:
             return RewardResult(self._config.error_reward, parts, str(error), unusable=True)
 
     async def extract(self, completion: str) -> str | None:
-        """The answer that the first function finds in a completion, for the vote; None: there is none, or it failed.
+        """Returns a completion's vote, by the first function's extractor; None if it finds none or fails.
 
-        Where that is the text, white space around it left out, no process is asked.
+        By default that is the text without white space around it, for which no process is called.
         """
         if self._text_votes:
             return completion.strip()
@@ -153,16 +154,16 @@ class RewardPool:
         return None if reply.error else reply.value
 
     def take_counts(self) -> dict[str, float]:
-        """Calls and errors since the last time, under the same keys on every rank: they can be summed over ranks."""
+        """Returns and resets the counts of calls and errors. All ranks have the same keys, so counts can be summed."""
         keys = ["reward/calls", *(f"reward/errors/{label}" for label in self.labels)]
         counts = {key: float(self._counts[key]) for key in keys}
         self._counts.clear()
         return counts
 
     def check_error_rate(self, counts: dict[str, float]) -> None:
-        """Raise RewardError when a function failed in more than `max_error_rate` of its calls.
+        """Raises RewardError if a function failed in more than `max_error_rate` of its calls.
 
-        `counts` are those of `take_counts`, summed over ranks.
+        `counts` are the counts of `take_counts`, summed over ranks.
         """
         for label in self.labels:
             calls, errors = counts["reward/calls"], counts[f"reward/errors/{label}"]
@@ -180,7 +181,7 @@ class RewardPool:
             self._first_errors.setdefault(label, error)
 
     async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> "_Reply":
-        """Call one function, or extract; once more, in a fresh process, where the first ended before it answered."""
+        """Calls one function, or its extractor; if the process ends before it answers, calls once more in a new one."""
         for again in (False, True):
             worker = await self._next_worker()
             reply = None
@@ -207,17 +208,17 @@ class RewardPool:
         raise AssertionError("the second call has an outcome")
 
     async def _next_worker(self) -> "_Worker":
-        """The next that is free and alive."""
+        """Waits for a worker that is idle and alive, and returns it."""
         while self._workers:
             worker = await self._idle.get()
             if not worker.dead():
                 return worker
             self._replace(worker)
-        raise RuntimeError("this reward pool is not open: use it in a with statement")
+        raise RuntimeError("this reward pool is closed: use it in a with statement")
 
     def _replace(self, worker: "_Worker") -> None:
         worker.kill()
-        if worker in self._workers:  # else the pool has been closed meanwhile
+        if worker in self._workers:  # otherwise the pool has been closed meanwhile
             self._workers.remove(worker)
             self._add_worker()
 
@@ -227,35 +228,35 @@ class RewardPool:
 
 
 class _Reply(NamedTuple):
-    """The outcome of a call, as JSON between processes: not pickled, since users' code is at the other end."""
+    """The outcome of a call, sent as JSON and not pickled, since user code runs in the worker."""
 
-    number: int = 0  # of the question; 0 of the start
-    value: Any = None  # of a call: a number; of an extraction: a text or None
+    number: int = 0  # number of the question; 0 for the start
+    value: Any = None  # a number for a call; a text or None for an extraction
     error: str = ""  # a sentence that says why there is no value; otherwise empty
-    kind: Literal["", "timeout", "raised", "died", "unusable"] = ""  # of the error
+    kind: Literal["", "timeout", "raised", "died", "unusable"] = ""  # kind of the error
 
 
 class _StartError(Exception):
-    """A worker could not load the functions that the trainer itself has loaded."""
+    """A worker could not load functions that the trainer itself has loaded."""
 
 
 class _Worker:
-    """A process that has loaded the reward functions. One caller at a time; it dies with the thread that started it."""
+    """A process with the loaded reward functions, for one caller at a time; it dies with the thread that started it."""
 
     def __init__(self, specs: Specs) -> None:
         context = multiprocessing.get_context("spawn")  # a process with CUDA and threads cannot safely be forked
-        # Packets arrive whole or not at all, so no half of a message is ever waited for.
+        # Packets arrive whole or not at all, so the reader never waits for the rest of a message.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
         self._process = context.Process(target=_serve, args=(theirs, specs, os.getpid()), daemon=True, name="reward")
         self._process.start()
         theirs.close()
-        self._pid: int | None = None  # of the worker proper
+        self._pid: int | None = None  # process number of the worker, which is the watcher's child
         self._ready = False
 
     def dead(self) -> bool:
-        """True if an idle worker has ended, or something below it has sent what nobody asked for."""
+        """Returns True if an idle worker has ended, or if a process below it has sent an unexpected packet."""
         if not self._ready:
             return False
         with suppress(ConnectionError):
@@ -266,10 +267,10 @@ class _Worker:
         return True
 
     async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> _Reply:
-        """Call function `index`, or have it extract where nothing is offered. The deadline begins when it is loaded.
+        """Calls function `index`, or its extractor if `offered` is None. The deadline begins when functions are loaded.
 
-        Raises TimeoutError past the deadline, EOFError when the process ends and _StartError when it cannot load the
-        functions; then the worker cannot be used again.
+        Raises TimeoutError past the deadline, EOFError if the process ends, and _StartError if it cannot load the
+        functions. After any of these the worker cannot be used again.
         """
         if not self._ready:
             try:
@@ -280,7 +281,7 @@ class _Worker:
             if started.error:
                 raise _StartError(f"could not be loaded by its process: {started.error}")
             self._ready = True
-        loop, number = asyncio.get_running_loop(), 1 + secrets.randbits(62)  # not to be guessed, least of all blindly
+        loop, number = asyncio.get_running_loop(), 1 + secrets.randbits(62)  # other processes must not guess it
         question = pickle.dumps((index, completion, offered))
         pieces = (question[start : start + _PIECE] for start in range(0, len(question), _PIECE))
         async with asyncio.timeout(seconds):
@@ -289,14 +290,14 @@ class _Worker:
             return await self._receive(number, str | None if offered is None else float)
 
     def kill(self) -> int | None:
-        """End the process and all it started, whatever they are doing. Gives the exit code."""
+        """Kills the process and all processes below it, and returns the exit code."""
         if self._socket.fileno() >= 0:
             self._socket.close()
-            self._process.terminate()  # which the watcher takes as a request to end all
+            self._process.terminate()  # a request to the watcher to end all processes below it
             self._process.join(_END_SECONDS + 1)
             if self._process.exitcode is None:
-                # The process is not reaped yet, dead or alive, so the number is still its own.
-                with suppress(ProcessLookupError):  # it has not left our process group yet
+                # The process has not been reaped, so its number cannot belong to another process.
+                with suppress(ProcessLookupError):  # it has not left the trainer's process group yet
                     os.killpg(self._process.pid or 0, signal.SIGKILL)
                 self._process.kill()
                 self._process.join()
@@ -304,7 +305,7 @@ class _Worker:
         return 128 - code if code is not None and code > 128 else code
 
     async def _receive(self, number: int, kind: Any) -> _Reply:
-        """The worker's answer to this question, a failure or a value of this kind; whatever else comes is dropped."""
+        """Waits for the worker's answer to this question, an error or a value of this kind; drops all other packets."""
         loop = asyncio.get_running_loop()
         while True:
             readable = asyncio.Event()
@@ -317,29 +318,29 @@ class _Worker:
             if not packet:
                 raise EOFError
             sender = _CREDENTIALS.unpack(notes[0][2])[0]
-            self._pid = self._pid or sender  # the first packet comes before any code of the user's is loaded
+            self._pid = self._pid or sender  # the first packet is sent before any user code is loaded
             with suppress(msgspec.DecodeError):
                 reply = msgspec.json.decode(packet, type=_Reply)
                 if (sender, reply.number) == (self._pid, number) and (reply.error or isinstance(reply.value, kind)):
                     return reply
 
 
-# The rest runs below the trainer.
+# The functions below run in the watcher and in the worker.
 
 
 def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
-    """Become the watcher; its child, the worker, loads the functions and answers until the trainer is gone."""
+    """Becomes the watcher, whose child, the worker, loads the functions and answers until the trainer is gone."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
-        os._exit(1)  # the trainer was gone before that
+        os._exit(1)  # the trainer had already ended
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         os.dup2(devnull, descriptor)
-    tracker: Any = resource_tracker._resource_tracker  # the trainer's: users' code starts one of its own
+    tracker: Any = resource_tracker._resource_tracker  # belongs to the trainer; user code gets another one
     if tracker._fd is not None:
         os.close(tracker._fd)
         tracker._fd = None
@@ -348,7 +349,7 @@ def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
     if worker := os.fork():
         connection.close()
         _watch(worker, parent)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # even code that is stuck in C
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends even code that is stuck in C
     if os.getppid() != watcher:
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -356,14 +357,14 @@ def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
 
 
 def _watch(worker: int, parent: int) -> NoReturn:
-    """Wait for the end of the worker or of the trainer, or a request; kill all below; end with the worker's code."""
+    """Waits until the worker or the trainer ends or asks for it, kills all processes below, exits as the worker did."""
     status, end = None, math.inf
     while time.monotonic() < end:
         came = signal.sigtimedwait((signal.SIGCHLD, signal.SIGTERM), 1.0 if end == math.inf else 0.02)
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == worker else status
-        except ChildProcessError:  # orphans are children by now, so none is left
+        except ChildProcessError:  # orphans have become children, so no process is left
             break
         asked = came is not None and came.si_signo == signal.SIGTERM
         if asked or status is not None or os.getppid() != parent:
@@ -377,11 +378,11 @@ def _watch(worker: int, parent: int) -> NoReturn:
 
 
 def _answer(connection: socket.socket, specs: Specs) -> None:
-    """Load the functions, say so, and answer questions until the trainer is gone."""
+    """Loads the functions, reports that, and answers questions until the trainer is gone."""
     worker = os.getpid()
 
     def send(reply: _Reply) -> None:
-        if os.getpid() != worker:  # a process that users' code has forked, and that came back from it
+        if os.getpid() != worker:  # user code has forked this process, which has returned from the function
             os._exit(0)
         packet = msgspec.json.encode(reply._replace(error=_valid(reply.error)[: 2 * _LONGEST_ERROR]))
         if len(packet) > _LONGEST_REPLY:
@@ -403,12 +404,12 @@ def _answer(connection: socket.socket, specs: Specs) -> None:
             if not (piece := connection.recv(_PIECE)):
                 return
             question += piece
-        index, completion, offered = pickle.loads(question)  # from the trainer, which alone has the other end
+        index, completion, offered = pickle.loads(question)  # only the trainer has the other end of the socket
         send(_reply(rewards[index], completion, offered)._replace(number=number))
 
 
 def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None) -> _Reply:
-    """Call one function; whatever it raises or returns, a plain value and a sentence go back and nothing else."""
+    """Calls one function, or its extractor if `offered` is None; returns its value or a sentence about its error."""
     try:
         if offered is None:
             extracted = reward.extract(completion)
@@ -425,7 +426,7 @@ def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None)
 
 
 def _valid(text: str) -> str:
-    """The text with lone surrogates replaced, which nothing can write."""
+    """Returns the text with lone surrogates replaced, since they cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 

@@ -1,1 +1,1 @@
-"""A step's rollouts: what an episode is, on which engines it runs, and how answers get to the ranks that train."""
+"""A step's rollouts: how episodes run, on which engines, and how their answers reach the training ranks."""

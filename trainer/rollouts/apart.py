@@ -1,16 +1,15 @@
-"""Rollouts by engines on ranks of their own (`engine.placement`): both ends of what is ordered and handed over.
+"""Rollouts on engines of other ranks (`engine.placement`): training ranks send orders and receive rounds of answers.
 
-Three ways were weighed. All ranks could run every line of the loop, which asks at each whether it is for them. An
-engine could be driven request by request from a rank that trains, which takes a protocol for tools, environments and
-clients. Or, as here with the fewest lines, the ranks that generate produce the rounds of an order by themselves and
-hand them over, and those that train learn from them as if they were their own: dynamic sampling, evaluation, statistics
-and learning know nothing of it.
+Three designs were considered. All ranks could run the whole loop and check at each line whether it applies to them. A
+training rank could drive an engine request by request, which would need a protocol for tools, environments and clients.
+Or, as here and with the fewest lines, the generating ranks produce all rounds of an order by themselves and send them;
+dynamic sampling, evaluation, metrics and learning then treat them like rounds sampled on the training rank.
 
-With `rollout.lag: 1` the answers of the next step are ordered before the policy learns from those of this one, and are
-fetched when it has. They belong to the checkpoint then, since the weights that sampled them are gone.
+With `rollout.lag: 1` the answers of the next step are ordered before the policy learns from those of this step, and
+fetched afterwards. A checkpoint has to include them, since the weights that sampled them no longer exist.
 
-Where answers are cut, those that are unfinished stay with the engines. The last round of a step says which groups are
-complete, and has what a checkpoint keeps of the others.
+If answers grow in slices (`rollout.slice_tokens`), unfinished ones stay with the engines. The last round of a step says
+which groups are complete, and contains the part of the other groups that a checkpoint keeps.
 """
 
 from functools import partial
@@ -39,35 +38,37 @@ from trainer.rollouts.round import (
 
 
 def send_rounds(training: int, rounds: list[Round], error: Exception | None) -> None:
-    """On a rank that generates, after an order: give its answers to one of the `training` ranks that train, and all
-    else to each of them. Collective among all ranks. Raises RemoteError on all ranks where one has an error.
+    """Sends a generating rank's answers to one of the `training` ranks, and the rounds without answers to the others.
+
+    Collective among all ranks, of which the training ranks call `receive_rounds`. If any rank passes an `error`, all
+    ranks raise RemoteError.
     """
     agree(error, "generating", among=EVERYBODY)
-    full, bare = packed(rounds), packed([each.bare() for each in rounds])
-    mine, ranks = rank(EVERYBODY) % training, range(world_size(EVERYBODY))
-    payloads = [b"" if other >= training else full if other == mine else bare for other in ranks]
+    full, bare = packed(rounds), packed([one_round.bare() for one_round in rounds])
+    receiver, ranks = rank(EVERYBODY) % training, range(world_size(EVERYBODY))
+    payloads = [b"" if other >= training else full if other == receiver else bare for other in ranks]
     all_to_all_bytes(payloads, among=EVERYBODY)
 
 
 def receive_rounds() -> list[Round]:
-    """On a rank that trains: what comes here of `send_rounds`, of all engines together. Collective among all ranks."""
+    """Receives on a training rank the rounds that generating ranks send, joined over engines. Collective as above."""
     agree(None, "generating", among=EVERYBODY)
     received = all_to_all_bytes([b""] * world_size(EVERYBODY), among=EVERYBODY)
     return together([unpacked(payload) for payload in received if payload])
 
 
 class Apart:
-    """The answers that engines of other ranks sample, as if they had been sampled here. See `Source`."""
+    """The `Source` of a training rank whose answers are sampled by engines on other ranks."""
 
     def __init__(self, config: TrainConfig, engines: EnginesApart, start: Path | None = None) -> None:
         """`start` is the checkpoint that the run resumes from."""
         self._config, self._engines = config, engines
-        self._ordered: Order | None = None  # whose answers are under way
-        # By step, from 1, or by evaluation, below 0.
+        self._ordered: Order | None = None  # the order that engines are working on
+        # Rounds that were received and not used yet, by the step of their order, which is below 0 for evaluations.
         self._ready: dict[int, list[Round]] = {} if start is None else read_ready(start)
-        # What the engines' ranks go on with after the latest step that was fetched, as they had it.
+        # Groups and random states of the generating ranks after the latest step that was fetched.
         self._after = Round()
-        self._restores = start is not None  # the ranks that generate have other random states than those
+        self._restores = start is not None  # True if generating ranks must restore the random states in `_after`
         self._untrained: list[Trajectory] = []
         self._version = -1
         if start is not None:
@@ -76,12 +77,12 @@ class Apart:
 
     @property
     def finished(self) -> int:
-        """See `Source`."""
+        """Always 0: the engines of other ranks do not report single answers."""
         return 0
 
     def produce(self, order: Order) -> list[Round]:
-        """See `Source`. With a lag, the next step's are ordered when this one's shift is over."""
-        self._fetch()  # with a lag it is this step's, unless a checkpoint has had it fetched
+        """Returns an order's rounds, as `Source.produce`. With a lag, orders the next step's when this shift ends."""
+        self._fetch()  # with a lag these are this step's rounds, unless a checkpoint has fetched them already
         if order.step not in self._ready:
             self._order(order)
             self._fetch()
@@ -93,7 +94,7 @@ class Apart:
         return rounds
 
     def replayed(self, rounds: list[Round], ahead: bool) -> None:
-        """See `Source`."""
+        """Continues as if these rounds had been produced, as `Source.replayed`."""
         last = rounds[-1]
         self._ready.pop(last.step, None)
         self._after, self._restores = Round(random_states=last.random_states), True
@@ -101,28 +102,28 @@ class Apart:
             self._order_ahead(last.step, last.position)
 
     def take_back(self, step: int) -> None:
-        """See `Source`: an order that fails ends the run."""
+        """Does nothing, since an order that fails ends the run."""
 
     def carried(self) -> bytes:
-        """See `Source`. The answers of the next step, where they are sampled by now, and what engines go on with."""
+        """Packs the next step's answers, if they were ordered, and the engines' unfinished groups and random states."""
         self._fetch()
-        ready = [each for rounds in self._ready.values() for each in rounds]
+        ready = [one_round for rounds in self._ready.values() for one_round in rounds]
         after = Round(groups=self._after.groups, random_states=self._after.random_states if is_main() else {})
         return packed([after, *ready]) if ready or after.groups or after.random_states else b""
 
     def untrained(self) -> list[Answer]:
-        """See `Source`. With a lag engines have none of the present version, but in the first step."""
+        """Returns answers as `Source.untrained`. With a lag there are none of the present version after step 1."""
         if self._config.rollout.slice_tokens is None:
             return []
         present = [t for t in self._untrained if t.weight_version == self._version]
         return gather_answers(present, version=self._version)
 
     def waits_for(self) -> str:
-        """See `Source`."""
+        """Always "": the reason is not known on this rank."""
         return ""
 
     def _aged(self, last: Round, version: int) -> dict[str, float]:
-        """The figures of a step where answers are cut; with a lag, all tokens are of earlier weights."""
+        """Returns the metrics of a step with slices; with a lag, all its tokens are of earlier weights."""
         if not last.figures or last.version == version:
             return last.figures
         lag = self._config.rollout.lag
@@ -130,12 +131,12 @@ class Apart:
         return last.figures | {"stale/share": 1.0} | older
 
     def _order_ahead(self, step: int, position: int) -> None:
-        """Order the answers of the next step when this shift is over, where there is a lag."""
+        """With a lag, has the answers of the next step ordered when this shift is over."""
         if self._config.rollout.lag and step < self._config.run.steps:
             self._engines.then = partial(self._order, Order(step + 1, -1, position))
 
     def _order(self, order: Order) -> None:
-        """Send the engines an order, with the weights of the shift."""
+        """Sends the engines an order and the weights of the shift."""
         self._fetch()
         states = self._after.random_states if self._restores and not order.evaluates else {}
         self._restores = self._restores and order.evaluates
@@ -144,7 +145,10 @@ class Apart:
         self._ordered = Order(order.step, version, order.position)
 
     def _fetch(self) -> None:
-        """Wait for what is under way. Collective. Raises as `produce`; EngineStateError for other weights."""
+        """Waits for the rounds of the order under way, if any. Collective.
+
+        Raises as `produce`, and EngineStateError if other weights than the order's have sampled them.
+        """
         if self._ordered is None:
             return
         order, self._ordered = self._ordered, None

@@ -1,9 +1,10 @@
-"""Rollouts in slices: nobody waits for the longest answer, and none is lost.
+"""Rollouts in slices, in which a step does not wait for the longest answers and discards none.
 
-An answer grows by `rollout.slice_tokens` at a time. A step begins as many new prompts as the last one was trained on,
-so that those of `rollout.ahead` steps more are always in flight. All engines run a slice, then another, until enough
-groups are complete: the oldest of these are trained, and all others go on in the next step, under its weights. Each
-rank knows which groups are in flight, where, and which are complete; their tokens are on the leader that samples them.
+An answer grows by `rollout.slice_tokens` at a time. A step begins as many new prompts as the last step was trained on,
+so that the prompts of `rollout.ahead` further steps are always in flight. All engines run slice after slice until
+enough groups are complete. The step trains on the oldest of these; the others continue in the next step, with its
+weights. All ranks know the groups in flight, their engines, and which groups are complete; the tokens are on the leader
+that samples them.
 """
 
 from collections.abc import Callable, Coroutine
@@ -25,36 +26,36 @@ from trainer.rollouts.pool import Pool, Terms, starting_order
 from trainer.rollouts.round import Round, read_groups, sampled_round
 
 _STOP_SECONDS = 15.0
-_MEASURED = 4  # answers of an engine that the gap is measured on in a step that trains none of the present version
+_MEASURED = 4  # answers of an engine on which the gap is measured in a step that trains none of the present version
 
-Prompts = Callable[[int, int], list[Prompt]]
-"""Gives as many prompts to train on as asked for, from a position on."""
+TakePrompts = Callable[[int, int], list[Prompt]]
+"""A function (position, count) that returns this many prompts to train on, from this position on."""
 
 
 @dataclass
 class _Flight:
-    """A group in flight, as every rank knows it."""
+    """A group in flight, equal on all ranks."""
 
     prompt: Prompt
-    engine: int  # the number of the one that has its episodes
-    born: int
+    engine: int  # number of the engine that runs its episodes
+    born: int  # the step in which it began
     complete: bool = False
 
 
 class CarriedPool:
-    """The groups of all engines that may be finished in a later step than they began in."""
+    """The groups in flight on all engines, which may finish in a later step than the one they began in."""
 
-    def __init__(self, config: TrainConfig, pool: Pool, prompts: Prompts, start: Path | None = None) -> None:
-        """`pool`: the engines. `start`: the checkpoint that the run resumes from."""
+    def __init__(self, config: TrainConfig, pool: Pool, prompts: TakePrompts, start: Path | None = None) -> None:
+        """`pool` has the engines; `start` is the checkpoint that the run resumes from."""
         self._config, self._engines, self._prompts = config, pool, prompts
         self._flights: dict[int, _Flight] = {}  # by the prompt's place in the sequence that training sees
         self._episodes: CarriedEpisodes | None = None
         self._step, self.version, self._preemptions = 0, 0, 0
         self._figures: dict[str, float] = {}
-        self._steps_old: list[int] = []  # of the groups that were taken in this step, since when they were in flight
-        self._tokens: list[tuple[int, int]] = []  # of the answers of the step: tokens of earlier versions, and all
-        self._number = rank() * pool.engines // world_size()  # of this rank's engine
-        # The groups of a checkpoint until they go on, and those of the last step's end, for `take_back`.
+        self._steps_old: list[int] = []  # for each group taken in this step, the number of steps since it began
+        self._tokens: list[tuple[int, int]] = []  # for each answer of this step, tokens of earlier versions, and all
+        self._number = rank() * pool.engines // world_size()  # number of this rank's engine
+        # Groups of a checkpoint that have not resumed yet; and the groups at the end of the last step, for `take_back`.
         self._resumed: list[CarriedGroup] = []
         self._before: list[CarriedGroup] = []
         if pool.leader is not None:
@@ -68,8 +69,9 @@ class CarriedPool:
         return CarriedEpisodes(leader.engine, slices, function, self._engines.tokenizer, size)
 
     def take_back(self, step: int) -> None:
-        """Undo an attempt at this step, if there was one. The groups are again those that the last step has left, and
-        go on as from a checkpoint. Collective.
+        """Undoes an attempt at this step, if there was one. Collective.
+
+        The groups are again those at the end of the last step, and resume as from a checkpoint.
         """
         if step != self._step:
             return
@@ -81,16 +83,16 @@ class CarriedPool:
         self._preemptions = sum(exchange(self._preempted()))
 
     def take(self, position: int, count: int, settings: RolloutSettings, terms: Terms) -> Round:
-        """Sample until `count` groups are complete, in as few slices as it takes, and return the oldest of these;
-        raises as `Pool.run`. Collective. The next prompt to begin is at `position`.
+        """Samples until `count` groups are complete, in as few slices as possible, and returns the oldest of these.
 
-        Seeds do not depend on when a prompt begins: the one at place n, from 0, is sampled as one of the step
-        n // batch.prompts_per_step + 1, in which it would be without slices.
+        Collective; raises as `Pool.run`. The next prompt to begin is at `position`. Seeds do not depend on the step in
+        which a prompt begins: the prompt at place n, from 0, has the seed of step n // batch.prompts_per_step + 1, to
+        which it would belong without slices.
         """
         self._engines.begin_round()
         if settings.step != self._step:
             self._step, self._figures, self._steps_old, self._tokens = settings.step, {}, [], []
-            # Copies, since groups that go on change.
+            # Copies, since resumed groups change.
             self._before = [
                 replace(group, done=dict(group.done), unfinished={n: replace(u) for n, u in group.unfinished.items()})
                 for group in self.groups()
@@ -107,21 +109,23 @@ class CarriedPool:
         self._tokens += [(answer.old, answer.sampled) for answer in answers]
         self._count(*counts)
         self._engines.check(answers, [flight.prompt for flight in flights], terms.lengths)
-        found = sampled_round(answers, settings.step, self.version, places, position + fresh)
-        found.figures = dict(self._figures)
-        return found
+        taken = sampled_round(answers, settings.step, self.version, places, position + fresh)
+        taken.figures = dict(self._figures)
+        return taken
 
     def _grow(
         self, beginnings: list[Beginning], count: int, settings: RolloutSettings, terms: Terms
     ) -> tuple[int, int, int]:
-        """Grow episodes slice by slice until `count` groups are complete. Collective. Returns the slices that it
-        took, and of all engines the episodes under way and the preemptions since their start.
+        """Grows episodes slice by slice until `count` groups are complete. Collective.
+
+        Returns the number of slices, the number of unfinished episodes on all engines, and all engines' preemptions
+        since their start.
         """
         slices, unfinished, preemptions = 0, 0, 0
         while not slices or sum(flight.complete for flight in self._flights.values()) < count:
 
             def slice(leader: Leader, beginnings: list[Beginning] = beginnings) -> Coroutine[None, None, list[int]]:
-                """Run one more slice of all that are under way, and the first of those that begin."""
+                """Runs one more slice of all episodes under way, and the first slice of those that begin."""
                 assert self._episodes is not None
                 return self._episodes.slice(settings.policy_version, beginnings)
 
@@ -135,9 +139,14 @@ class CarriedPool:
         return slices, unfinished, preemptions
 
     def _count(self, slices: int, unfinished: int, preemptions: int) -> None:
-        """Figures of the step so far. stale/share: of the answers' tokens, those of earlier versions. stale/age_mean,
-        stale/age_max: steps since they began. carry/answers, carry/groups_waiting: not finished, and complete groups
-        that are not trained, at its end. carry/slices, and carry/preemptions for want of room in a KV cache: in it.
+        """Updates the metrics of the step.
+
+        - stale/share: the share of the answers' tokens that earlier versions sampled
+        - stale/age_mean, stale/age_max: steps since the step's groups began
+        - carry/answers: unfinished answers at the end of the step
+        - carry/groups_waiting: complete groups that are not trained in this step
+        - carry/slices: slices run in this step
+        - carry/preemptions: requests preempted in this step because a KV cache was full
         """
         old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
         self._figures = {
@@ -155,56 +164,56 @@ class CarriedPool:
         return 0 if self._engines.leader is None else self._engines.leader.engine.preemptions
 
     def waits_for(self) -> str:
-        """Episodes of this rank's engine that the end of the slice waits for, though the engine has nothing to do."""
+        """Describes this engine's episodes that hold up the slice while the engine itself is idle; "" for none."""
         count = 0 if self._episodes is None else self._episodes.elsewhere
         return f"{count} episode{'s' * (count > 1)} in tools or reward functions" if count else ""
 
     def groups(self) -> list[CarriedGroup]:
-        """This engine's groups, those of a checkpoint that have not gone on yet included; between two slices."""
+        """Returns this engine's groups, including groups of a checkpoint that have not resumed; call between slices."""
         return [] if self._episodes is None else self._resumed + self._episodes.kept()
 
     def present(self) -> list[Trajectory]:
-        """A few of this engine's answers that wait or are unfinished and have tokens of the present version."""
-        found: list[Trajectory] = []
-        # An unfinished answer has no routes yet, if it is to have an engine's; where there may be images, those of the
-        # turns before it are the episode's own.
+        """Returns a few of this engine's waiting or unfinished answers that have tokens of the present version."""
+        candidates: list[Trajectory] = []
+        # An unfinished answer has no routes yet, if routes come from the engine. In episodes of several turns, images
+        # of earlier turns are known to the episode only.
         level = self._engines.level
         readable = level.image_rules is None or level.function is one_shot
         readable &= self._config.model.routes != "engine"
         for place, sample, so_far in self._episodes.parked() if self._episodes is not None and readable else ():
-            prompt, told, versions = self._flights[place].prompt, so_far.token_ids, so_far.versions
-            mask = [1] * len(told)
-            parked = Trajectory(place, sample, so_far.prompt_ids, told, mask, so_far.logprobs, versions=versions)
+            prompt, token_ids, versions = self._flights[place].prompt, so_far.token_ids, so_far.versions
+            mask = [1] * len(token_ids)
+            parked = Trajectory(place, sample, so_far.prompt_ids, token_ids, mask, so_far.logprobs, versions=versions)
             parked.images, parked.image_spans = tuple(image.read() for image in prompt.images), prompt.image_spans
-            found.append(parked)
-        found += [t for group in self.groups() for done in group.done.values() for t in done if not t.error]
-        present = [t for t in found if t.weight_version == self.version and any(t.loss_mask)]
+            candidates.append(parked)
+        candidates += [t for group in self.groups() for done in group.done.values() for t in done if not t.error]
+        present = [t for t in candidates if t.weight_version == self.version and any(t.loss_mask)]
         return present[:_MEASURED]
 
     def close(self) -> None:
-        """End the episodes under way."""
+        """Ends the episodes under way on this rank's engine."""
         if self._engines.leader is not None and self._episodes is not None:
             self._engines.leader.thread.run(self._episodes.stop(), _STOP_SECONDS, "ending the carried episodes")
 
     def _resume(self) -> list[CarriedGroup]:
-        """The groups of this engine's share of a checkpoint, which are to go on. Collective, the first time."""
+        """Returns this engine's share of a checkpoint's groups, which are to resume. Collective, the first time."""
         if self._flights:
             return []
         groups, self._resumed, size = self._resumed, [], self._config.algorithm.group_size
-        for group in groups:  # whose run may have had larger ones
+        for group in groups:  # the checkpoint may have had a larger group size
             group.done = {sample: done for sample, done in group.done.items() if sample < size}
             group.unfinished = {sample: answer for sample, answer in group.unfinished.items() if sample < size}
-        anew = sum(size - len(group.done) - len(group.unfinished) for group in groups)
-        engines = exchange([self._number, anew, [[group.place, group.born] for group in groups]])
+        restarted = sum(size - len(group.done) - len(group.unfinished) for group in groups)
+        engines = exchange([self._number, restarted, [[group.place, group.born] for group in groups]])
         for engine, _, places in engines:
             for place, born in places:
                 self._flights[place] = _Flight(self._prompts(place, 1)[0], engine, born)
-        if anew := sum(count for _, count, _ in engines):
-            say(f"{anew} episodes that had not finished begin anew")
+        if restarted := sum(count for _, count, _ in engines):
+            say(f"{restarted} unfinished episodes start again from their prompts")
         return groups
 
     def _deal(self, prompts: list[Prompt], position: int, lengths: dict[int, int] | None) -> list[CarriedGroup]:
-        """Deal new prompts out, each to the engine with the fewest groups under way; returns this engine's."""
+        """Assigns each new prompt to the engine with the fewest unfinished groups; returns this engine's new groups."""
         loads = [0] * self._engines.engines
         for flight in self._flights.values():
             loads[flight.engine] += not flight.complete
@@ -213,8 +222,8 @@ class CarriedPool:
             loads[engine] += 1
             self._flights[place] = _Flight(prompt, engine, self._step)
         places = [position + index for index in starting_order(prompts, lengths)]
-        mine = [p for p in places if self._episodes is not None and self._flights[p].engine == self._number]
-        return [CarriedGroup(place, self._step) for place in mine]
+        here = [p for p in places if self._episodes is not None and self._flights[p].engine == self._number]
+        return [CarriedGroup(place, self._step) for place in here]
 
     def _beginning(self, group: CarriedGroup, settings: RolloutSettings) -> Beginning:
         prompt, engines = self._flights[group.place].prompt, self._engines
@@ -222,20 +231,23 @@ class CarriedPool:
         messages = engines.level.messages([prompt])
 
         async def score(trajectory: Trajectory) -> None:
-            """Score by the reward functions."""
+            """Scores a trajectory by the reward functions."""
             await engines.score(trajectory, prompt)
 
-        own = replace(settings, seed=self._config.run.seed, step=steps + 1)
+        group_settings = replace(settings, seed=self._config.run.seed, step=steps + 1)
         seen = engines.setup([prompt]).seen(0)
-        said = None if messages is None else messages[0]
-        return Beginning(group, own, index, prompt.token_ids, prompt.row, said, score, seen)
+        conversation = None if messages is None else messages[0]
+        return Beginning(group, group_settings, index, prompt.token_ids, prompt.row, conversation, score, seen)
 
     def _trajectories(self, places: list[int]) -> list[Trajectory]:
-        """Take out this engine's trajectories of the groups in these places, numbered by their places' order."""
-        found: list[Trajectory] = []
+        """Removes the groups at these places from this engine, and returns their trajectories.
+
+        A trajectory's prompt index is the index of its place in `places`.
+        """
+        trajectories: list[Trajectory] = []
         for index, place in enumerate(places):
             group = None if self._episodes is None else self._episodes.groups.pop(place, None)
             for trajectory in (t for done in group.done.values() for t in done) if group is not None else ():
                 trajectory.prompt_index = index
-                found.append(trajectory)
-        return found
+                trajectories.append(trajectory)
+        return trajectories

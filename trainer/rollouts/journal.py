@@ -1,10 +1,9 @@
-"""Answers that stay on disk until a checkpoint has what was learned from them (`checkpoint.rollouts`).
+"""A journal that keeps answers on disk until a checkpoint includes the updates from them (`checkpoint.rollouts`).
 
-A run that dies in an update has sampled in vain, and with a checkpoint every hundred steps it has done so up to a
-hundred times. Here every rank writes the rounds of a step, wherever they come from, before anything is learned from
-them. When the run is started again, its steps learn from the same answers, in the same order, up to the first that is
-not there: from then on everything is sampled. Updates are computed anew, so on CPU the run ends bit for bit as if it
-had not died.
+Without it, a run that dies has to sample all steps since its last checkpoint again. With it, every rank writes the
+rounds of a step to disk before the policy learns from them. When the run is started again, its steps learn from the
+same answers, in the same order, until the journal ends; from then on answers are sampled. Updates are computed again,
+so on CPU the run ends bit for bit as if it had not died.
 """
 
 import hashlib
@@ -23,16 +22,17 @@ from trainer.rollouts.round import Order, Round, Source, packed, unpacked
 from trainer.run.checkpoint import latest_complete, random_states, restore_random_states
 from trainer.run.records import patiently, write_whole
 
-_NAME = re.compile(r"(\d+)\.rank_\d+")  # of the step
-_DO_NOT_MATTER = ("run", "tracking", "checkpoint", "eval")  # sections that may differ, run.seed being in the identity
+_NAME = re.compile(r"(\d+)\.rank_\d+")  # a file's name, with the number of its step
+_DO_NOT_MATTER = ("run", "tracking", "checkpoint", "eval")  # sections that may differ; run.seed is in the identity
 
 
 class Journal:
-    """Keeps a source's rounds on disk."""
+    """Keeps a source's rounds on disk and replays them after a restart."""
 
     def __init__(self, source: Source, config: TrainConfig, identity: dict[str, Any]) -> None:
-        """`identity` is the run's. What other runs have left in the folder is not used, nor are a run's own answers
-        where it does not resume from its own checkpoints.
+        """`identity` is the run's: rounds of other runs in the folder are not replayed.
+
+        Nor are this run's rounds, if it does not resume from its own checkpoints.
         """
         self._source = source
         self._folder, self._checkpoints = config.run.folder / "answers", config.run.folder / "checkpoints"
@@ -45,7 +45,10 @@ class Journal:
             self._drop(lambda step: True)
 
     def produce(self, order: Order) -> list[Round]:
-        """The rounds of a step, from the disk or as `Source.produce`. Collective. An evaluation's are not kept."""
+        """Returns the rounds of a step, from the disk or from the source. Collective; raises as `Source.produce`.
+
+        Rounds of evaluations are not kept.
+        """
         if order.evaluates:
             return self._source.produce(order)
         if (rounds := self._read(order.step, self._key_of(order))) is not None:
@@ -55,9 +58,9 @@ class Journal:
             self._reused += 1
             return rounds
         if self._reused:
-            say(f"the answers of {self._reused} steps were kept; sampling goes on in step {order.step}")
+            say(f"reused the kept answers of {self._reused} steps; sampling continues in step {order.step}")
             self._reused = 0
-        self._drop(lambda step: step >= order.step)  # of another policy, from here on
+        self._drop(lambda step: step >= order.step)  # another policy has sampled these
         rounds = self._source.produce(order)
         self._write(order, rounds)
         return rounds
@@ -69,14 +72,17 @@ class Journal:
         return f"{self._key}/{order.position}/{order.version}/"
 
     def _read(self, step: int, key: str) -> list[Round] | None:
-        """This rank's rounds of a step, if every rank has kept its own whole, under keys that begin so. Collective."""
+        """Reads this rank's rounds of a step; None unless all ranks have intact rounds whose keys begin with `key`.
+
+        Collective.
+        """
         rounds: list[Round] = []
         with suppress(OSError, ValueError):
             rounds = unpacked(self._file(step).read_bytes())
         return rounds if all(exchange(bool(rounds) and rounds[0].key.startswith(key))) else None
 
     def _write(self, order: Order, rounds: list[Round]) -> None:
-        """Keep this rank's rounds of a step, and drop what checkpoints have. Collective."""
+        """Writes this rank's rounds of a step, and deletes rounds of steps that a checkpoint includes. Collective."""
         rounds[0].key = self._key_of(order)
         rounds[-1].random_states |= {rank(EVERYBODY): json.dumps(random_states())}
         data = packed(rounds)
@@ -89,7 +95,7 @@ class Journal:
             self._drop(lambda step: step <= saved)
 
     def _drop(self, unneeded: Callable[[int], bool]) -> None:
-        """Delete this rank's rounds of the steps of which `unneeded` is true."""
+        """Deletes this rank's rounds of the steps for which `unneeded` is true."""
         for file in self._folder.glob(f"*.rank_{rank()}"):
             if (name := _NAME.fullmatch(file.name)) and unneeded(int(name[1])):
                 file.unlink(missing_ok=True)

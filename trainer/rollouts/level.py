@@ -1,4 +1,4 @@
-"""The six levels of rollouts: from a recipe's keys to the function, or the sampler, that makes episodes of prompts."""
+"""The six levels of rollouts: builds, from a recipe's keys, the function or sampler that runs episodes."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class RolloutLevel:
-    """The recipe's way from a prompt to its trajectory, one of six levels, from nothing to any OpenAI client.
+    """The recipe's way of turning prompts into trajectories, on one of six levels from one-shot to any OpenAI client.
 
     It is loaded and checked before any model. Raises UserError naming the key that does not fit.
     """
@@ -42,13 +42,13 @@ class RolloutLevel:
     def __init__(
         self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, start_server: StartServer | None = None
     ) -> None:
-        """`start_server` serves the clients of level 6; it may be left out where nothing is going to run."""
+        """`start_server` starts the server of level 6; it is not needed if no episode is going to run."""
         self.image_rules = image_rules(config, tokenizer)
         self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
-        self.function: RolloutFunction | None = one_shot  # of one episode; None: a sampler takes all prompts at once
-        self.sampler: Sampler | None = None  # level 5's object
+        self.function: RolloutFunction | None = one_shot  # runs one episode; None: a sampler takes all prompts at once
+        self.sampler: Sampler | None = None  # the object of level 5
         self._mcp: McpTools | None = None
-        self.data = config.data  # where tools are to be described, their schemas go to the chat template
+        self.data = config.data  # with the tools' schemas as arguments of the chat template, if the recipe says so
         named, kwargs = config.rollout, config.rollout.kwargs
         if (custom := named.custom) is not None:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
@@ -68,45 +68,46 @@ class RolloutLevel:
                 self.data = config.data.model_copy(update={"chat_template_kwargs": described})
 
     async def aclose(self) -> None:
-        """Stop level 6's server and those of MCP, if there are any. On the engine's loop, before the engine stops."""
+        """Stops the server of level 6 and MCP servers. Call it on the engine's event loop, before the engine stops."""
         if self._mcp is not None:
             await self._mcp.aclose()
         if isinstance(self.function, ClientRollout):
             await self.function.aclose()
 
     def messages(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]] | None] | None:
-        """The messages that each prompt was rendered from; None where nothing uses them, or without a chat template."""
+        """Returns the messages of each prompt; None without a chat template, or if the level does not use them."""
         if not self._templated or self.function is one_shot:
             return None
         return [prompt_messages(prompt.row, self.data, len(prompt.images)) for prompt in prompts]
 
 
 def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
-    """Level 6: a client on a thread of the leader, or in processes of another Python."""
+    """Builds level 6: a client on a thread of the leader, or in processes of another Python."""
     named, log = config.rollout, config.run.folder / "clients.log"
 
     async def serve(engine: Any, **settings: Any) -> CapturingServer:
-        """A server that reads tool calls as the recipe says."""
+        """Starts a server that parses tool calls as the recipe says."""
         assert start_server is not None
         return await start_server(engine, tool_parser=named.tool_parser, **settings)
 
-    if not isinstance(own := named.verifiers or named.client, ProcessesConfig):
-        found = _checked("rollout.client", lambda: load(str(own)))
-        client = functools.partial(found, **named.kwargs) if named.kwargs else found
+    if not isinstance(section := named.verifiers or named.client, ProcessesConfig):
+        function = _checked("rollout.client", lambda: load(str(section)))
+        client = functools.partial(function, **named.kwargs) if named.kwargs else function
         return _checked("rollout.client", lambda: ClientRollout(client, serve, config.run.step_deadline_s))
-    if isinstance(own, VerifiersConfig):
-        key, command = "rollout.verifiers.python", verifiers.command(own.model_dump(), log)
+    if isinstance(section, VerifiersConfig):
+        key, command = "rollout.verifiers.python", verifiers.command(section.model_dump(), log)
     else:
-        assert isinstance(own, ClientConfig)
-        key, command = "rollout.client.command", ClientCommand(own.command, own.workers, own.env, named.kwargs, log)
+        assert isinstance(section, ClientConfig)
+        key, client_command = "rollout.client.command", section.command
+        command = ClientCommand(client_command, section.workers, section.env, named.kwargs, log)
     if shutil.which(command.command[0]) is None:
         raise UserError(f"{key}: there is no program {command.command[0]}")
     pool = ClientProcesses(command)
-    return ClientRollout(pool.run, serve, own.timeout_s, pool.aclose)
+    return ClientRollout(pool.run, serve, section.timeout_s, pool.aclose)
 
 
 def _mcp_tools(config: TrainConfig) -> McpTools:
-    """The tools of rollout.mcp, which rank 0 asks for. Collective."""
+    """Returns the tools of rollout.mcp, which rank 0 lists for all ranks. Collective."""
     servers = [
         McpServer(name, server.command, server.url, server.env, server.session == "shared")
         for name, server in config.rollout.mcp.items()
@@ -121,22 +122,24 @@ def _mcp_tools(config: TrainConfig) -> McpTools:
 
 
 def _agent_function(
-    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, others: list[Tool], images: bool
+    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, mcp_tools: list[Tool], images: bool
 ) -> tuple[RolloutFunction, list[dict[str, Any]]]:
-    """Levels 2 and 3, with `others` among their tools, and the schemas of all; replies may be `images`."""
+    """Builds levels 2 and 3; returns the function and all tools' schemas. `images`: replies may have images."""
 
     def function(spec: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = load(spec)
-        if not inspect.isroutine(found):
-            raise ValueError(f"{spec!r} is {type(found).__name__}, not a function")
-        return found
+        loaded: Callable[..., Any] = load(spec)
+        if not inspect.isroutine(loaded):
+            raise ValueError(f"{spec!r} is {type(loaded).__name__}, not a function")
+        return loaded
 
-    inline = named.tool_parser == "inline"  # such calls are found otherwise
+    inline = named.tool_parser == "inline"  # inline calls have a parser of their own
     parser = "hermes" if inline else named.tool_parser
     limits = ToolLimits(
         named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error, named.tool_rates, images
     )
-    tools = _checked("rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *others]))
+    tools = _checked(
+        "rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *mcp_tools])
+    )
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
     agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools)
     schemas = [tool.schema for tool in tools.values()]
@@ -144,22 +147,22 @@ def _agent_function(
         _check_rates(named, tools)
         tags = InlineTags(**named.inline_tags.model_dump())
         return inline_rollout(agent, tags) if inline else tool_rollout(agent), schemas
-    found = _checked("rollout.environment", functools.partial(load, named.environment))
-    cls = _checked("rollout.environment", lambda: environment_class(found, named.kwargs))
+    loaded = _checked("rollout.environment", functools.partial(load, named.environment))
+    cls = _checked("rollout.environment", lambda: environment_class(loaded, named.kwargs))
     methods = _checked("rollout.environment", lambda: environment_tools(cls))
     _check_rates(named, [*tools, *methods])
     schemas += [tool.schema for tool in methods.values()]
-    return _checked("rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, found)), schemas
+    return _checked("rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, loaded)), schemas
 
 
 def _check_rates(named: RolloutConfig, tools: Iterable[str]) -> None:
     if unknown := sorted({*named.tool_rates} - {*tools}):
         there = ", ".join(tools) or "none"
-        raise UserError(f"rollout.tool_rates: there is no tool {unknown[0]!r}; there is {there}")
+        raise UserError(f"rollout.tool_rates: there is no tool {unknown[0]!r}; the tools are: {there}")
 
 
 def _checked(key: str, make: Callable[[], T]) -> T:
-    """The object that `make` gives; an error of the user's object becomes a sentence about the key."""
+    """Returns the result of `make`; an error of the user's code becomes a UserError about the key."""
     try:
         return make()
     except (UserError, Interrupted):

@@ -1,4 +1,4 @@
-"""Episodes on the engines of a crew of ranks: each engine runs its share of a round; every rank knows all answers."""
+"""Runs episodes on the engines of a crew of ranks: each engine runs a share of a round, all ranks get all answers."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ from trainer.rollouts.level import RolloutLevel
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 15.0
-_LOOK_SECONDS = 0.2  # between looks at whether to go on
+_LOOK_SECONDS = 0.2  # between checks of whether to stop
 
 
 class RolloutError(RuntimeError):
@@ -33,7 +33,7 @@ class RolloutError(RuntimeError):
 
 
 class StepAbandoned(RuntimeError):
-    """The step's rollouts were given up, on all ranks; policy and state are those of the step before."""
+    """The step's rollouts were abandoned on all ranks; policy and state are those after the previous step."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Terms:
     """The conditions of a round of rollouts.
 
     Attributes:
-        timeout: seconds; a round that takes longer is an error.
-        give_up: asked now and then; once true, the round ends before it is done.
+        timeout: seconds after which a round fails.
+        give_up: polled during a round; True abandons it.
         details: as in `gather_answers`.
-        lengths: tokens of the last answers by prompt id, updated in place; the longest begin first. None: prompts begin
-            in their order.
+        lengths: last answer length in tokens by prompt id, updated in place; the longest begin first. None: prompts
+            begin in their order.
     """
 
     timeout: float
@@ -55,12 +55,12 @@ class Terms:
 
 
 class Pool:
-    """The engines of this crew's ranks, one of which this rank may lead, and the scoring of what they sample.
+    """The engines of this crew's ranks, and the scoring of their answers.
 
     Attributes:
         leader: this rank's engine, if it leads one.
         engines: number of engines that share the prompts.
-        finished: answers of the present round that this rank's engine has finished.
+        finished: number of answers in this round that this rank's engine has finished.
     """
 
     def __init__(
@@ -73,24 +73,25 @@ class Pool:
         engines: int = 1,
         max_error_rate: float = 1.0,
     ) -> None:
-        """`store`: of the ranks, where prompts are claimed. Above `max_error_rate` failed episodes end the run."""
+        """`store` is the ranks' store; `max_error_rate` is the largest share of episodes that may fail."""
         self.leader, self.tokenizer, self.level, self.engines = leader, tokenizer, level, engines
         self.finished = 0
         self._rewards, self._store, self._max_error_rate = rewards, store, max_error_rate
         self._rounds = self._calls = 0
 
     def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
-        """Sample and score groups for all prompts; the same list on all ranks, ordered by prompt and sample.
+        """Samples and scores groups for all prompts; returns equal lists on all ranks, ordered by prompt and sample.
 
         Args:
-            voting: fill in each answer's vote, for a majority vote.
+            prompts: equal on all ranks.
+            voting: extract each answer's vote, for a majority vote.
 
         Raises:
-            RemoteError: on all ranks, when an engine failed on one.
-            RolloutError: too many episodes failed.
-            RewardError: a reward function failed in too many calls.
-            StepAbandoned: on all ranks, when `terms.give_up()` became true on one whose engine was at work.
-            NotFiniteError: on all ranks, when a log-probability of one's engine was not finite.
+            RemoteError: on all ranks, if an engine failed on one.
+            RolloutError: if too many episodes failed.
+            RewardError: if a reward function failed in too many calls.
+            StepAbandoned: on all ranks, if `terms.give_up()` became true on a rank while its engine was working.
+            NotFiniteError: on all ranks, if an engine sampled a log-probability that is not finite.
         """
         self.begin_round()
         order = starting_order(prompts, terms.lengths)
@@ -104,22 +105,22 @@ class Pool:
         return answers
 
     def begin_round(self) -> None:
-        """Count finished answers from 0, and hand prompts out anew."""
+        """Begins a round: resets the count of finished answers and the counter by which engines claim prompts."""
         self._rounds, self.finished = self._rounds + 1, 0
 
     def check(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> None:
-        """Raise RolloutError or RewardError where too much has failed in a round; see `note_answers`. Collective."""
+        """Raises RolloutError or RewardError if too much failed in a round; else as `note_answers`. Collective."""
         note_answers(answers, prompts, self._max_error_rate, lengths)
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
 
     def take_back(self) -> None:
-        """Forget the failures of an attempt. Collective."""
+        """Resets the counts of failed reward calls, after an attempt at a step. Collective."""
         self._rewards.take_counts()
 
     def on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
-        """The result of `work` on this engine's loop; None on a rank that leads none. Collective; raises as `run`.
+        """Runs `work` on this engine's event loop; returns its result, or None on a rank without an engine.
 
-        Where it fails on one leader, the others stop soon after.
+        Collective; raises as `run`. If it fails on one leader, the others stop soon after.
         """
         result: T | None = None
         not_finite: float | None = None
@@ -138,7 +139,7 @@ class Pool:
                 except Exception as error:
                     self._store.set(failed, "")
                     if isinstance(error, ExceptionGroup):
-                        raise first_error(error) from None  # the others are the same error, once a request
+                        raise first_error(error) from None  # the group has the same error for each request
                     raise
                 not_finite = self.leader.engine.not_finite
         outcomes = exchange([self.leader is not None and result is None, not_finite])
@@ -150,7 +151,7 @@ class Pool:
         return result
 
     def close(self) -> None:
-        """Stop what episodes have started; before the engine stops."""
+        """Stops the servers and processes that episodes have started. Call it before the engine stops."""
         if self.leader is not None:
             self.leader.thread.run(self.level.aclose(), _CLOSE_SECONDS, "ending the rollouts")
 
@@ -163,11 +164,11 @@ class Pool:
         voting: bool,
         order: Sequence[int],
     ) -> list[Trajectory]:
-        """The trajectories of this engine's share of the prompts, which are begun in that order, scored."""
+        """Samples and scores this engine's share of the prompts, which begin in the given order."""
         ids, level, key = [prompt.token_ids for prompt in prompts], self.level, f"rollout/{self._rounds}"
 
         def claim() -> int | None:
-            """Prompts are handed out by a counter in the ranks' store: no server, and each goes to one engine."""
+            """Claims the next prompt by a counter in the ranks' store, so that it goes to one engine only."""
             index = self._store.add(key, 1) - 1
             return order[index] if index < len(ids) else None
 
@@ -177,7 +178,7 @@ class Pool:
         if level.function is not None:
             setup = self.setup(prompts)
             return await rollout(leader.engine, ids, settings, claim, score, setup, self.engines)
-        assert level.sampler is not None  # which wants all its prompts at once: engines share them out beforehand
+        assert level.sampler is not None  # a sampler takes all its prompts at once, so engines claim equal shares first
         share = [index for _ in range(-(-len(ids) // self.engines)) if (index := claim()) is not None]
         messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
         rules = level.image_rules
@@ -186,7 +187,7 @@ class Pool:
         return await sample_batch(leader.engine, self.tokenizer, level.sampler, batch, settings, score, timeout, rules)
 
     def setup(self, prompts: Sequence[Prompt]) -> EpisodeSetup:
-        """The arguments of the episodes of these prompts."""
+        """Returns the arguments of these prompts' episodes."""
         level, rows = self.level, [prompt.row for prompt in prompts]
         images = [(prompt.images, prompt.image_spans) for prompt in prompts] if level.image_rules else None
         assert level.function is not None
@@ -194,9 +195,9 @@ class Pool:
         return EpisodeSetup(level.function, self.tokenizer, rows, messages, images, level.image_rules)
 
     async def score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
-        """Add the reward functions' sum to the episode's own reward. They judge the last answer.
+        """Adds the reward functions' weighted sum, for the last answer, to the episode's own reward.
 
-        An episode without a reward that can be learned from has failed.
+        An episode whose reward is not usable counts as failed.
         """
         self.finished += 1
         if trajectory.error:
@@ -233,8 +234,9 @@ class Pool:
 def note_answers(
     answers: list[Answer], prompts: list[Prompt], max_error_rate: float, lengths: dict[int, int] | None
 ) -> None:
-    """Raise RolloutError where too many episodes of a round failed; give answers their prompts' images, and note in
-    `lengths` how long they are.
+    """Adds the prompts' images to a round's answers, and the answers' lengths to `lengths`, unless that is None.
+
+    Raises RolloutError if too many episodes failed.
     """
     check_failures(answers, max_error_rate)
     for answer in answers:
@@ -244,27 +246,30 @@ def note_answers(
 
 
 def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) -> list[int]:
-    """The indices of the prompts in the order in which engines begin them: their own, or by `lengths`, tokens of the
-    last answers by prompt id, the longest first. A prompt that has not been answered yet may be the longest of all.
+    """Returns the prompts' indices in the order in which engines begin them.
+
+    With `lengths`, the last answer length in tokens by prompt id, prompts with the longest answers begin first, after
+    those without an answer, whose length is unknown. Otherwise they keep their order.
     """
-    known = lengths or {}
-    return sorted(range(len(prompts)), key=lambda index: -known.get(prompts[index].id, math.inf))
+    tokens = lengths or {}
+    return sorted(range(len(prompts)), key=lambda index: -tokens.get(prompts[index].id, math.inf))
 
 
 def longest_answers(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dict[int, int]:
-    """The tokens that the longest episode of each prompt sampled, by prompt id; prompts whose episodes all failed
-    are not there.
+    """Returns the number of sampled tokens of each prompt's longest episode, by prompt id.
+
+    Prompts whose episodes have all failed are left out.
     """
-    found: dict[int, int] = {}
+    longest: dict[int, int] = {}
     for episode in by_episode(answers):
         if not any(answer.error for answer in episode):
             prompt, length = prompts[episode[0].prompt_index].id, sum(answer.sampled for answer in episode)
-            found[prompt] = max(length, found.get(prompt, 0))
-    return found
+            longest[prompt] = max(length, longest.get(prompt, 0))
+    return longest
 
 
 async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
-    """The coroutine's result, or None when it was cancelled because of `stopped()`, which is asked now and then."""
+    """Returns the coroutine's result, or None after cancelling it because `stopped()`, which is polled, was true."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done() and not stopped():
@@ -276,9 +281,9 @@ async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T
 
 
 def check_failures(answers: list[Answer], max_error_rate: float) -> None:
-    """Raise RolloutError, with the first error, when a larger share of the episodes failed.
+    """Raises RolloutError, with the first error, if a larger share of the episodes than `max_error_rate` failed.
 
-    Those on which a reward function failed are not among them: `reward.max_error_rate` is about these.
+    Episodes on which only a reward function failed do not count; `reward.max_error_rate` limits those.
     """
     episodes, errors = by_episode(answers), failed_episodes(answers)
     if len(errors) > max_error_rate * len(episodes):
@@ -289,7 +294,7 @@ def check_failures(answers: list[Answer], max_error_rate: float) -> None:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The error a task group failed with: the first that is not a mere cancellation."""
+    """Returns a task group's first error that is not a cancellation."""
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             return first_error(error)

@@ -1,4 +1,4 @@
-"""A round of sampling, as it travels between ranks, goes into the journal of answers and into checkpoints."""
+"""A round of sampling, in the form in which it is sent between ranks and stored in the journal and in checkpoints."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,18 +17,17 @@ from trainer.learning.answers import Answer, gather_answers
 from trainer.run.checkpoint import CARRIED_FILES
 
 GIVEN_UP = "given up"
-"""The word of a round that was given up since the run is asked to end."""
+"""The word of a round that was abandoned because the run was asked to end."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A request for the answers that a step is trained on, or, where `step` is below 0, for those to all held-out
-    prompts.
+    """A request for a step's answers or, if `step` is negative, for answers to all held-out prompts.
 
     Attributes:
-        step: number of the step, from 1; -1 less the number of steps done, for an evaluation.
-        version: of the policy's weights.
-        position: of the next prompt in the sequence that training sees.
+        step: number of the step, from 1; for an evaluation, -1 minus the number of steps done.
+        version: version of the policy's weights to sample with.
+        position: position of the next prompt in the training sequence.
     """
 
     step: int
@@ -37,26 +36,26 @@ class Order:
 
     @property
     def evaluates(self) -> bool:
-        """True for an order of held-out answers."""
+        """True if the order is for answers to held-out prompts."""
         return self.step < 0
 
 
 @dataclass
 class Round:
-    """The part that one rank, or several together, have of a round of a step, or of one held-out dataset.
+    """A round of a step or of one held-out dataset: the part of one rank, or of several ranks joined.
 
     Attributes:
-        step: see `Order`; 0 in a checkpoint, for what is not of a step: parked groups and random states.
-        version: of the weights that the round was ordered with.
-        word: why there is nothing to learn from, without an error; "" otherwise. With it, nothing else is set.
-        trajectories: of this rank, by prompt and sample.
-        places: places of its groups in the sequence of prompts that training sees, by prompt index.
-        position: of the next prompt in that sequence.
-        figures: of the step where answers are cut; see `CarriedGroups.figures`.
-        untrained: trajectories for the gap where the round has none of the present version; see `Source.untrained`.
-        groups: those that go on in the next step, where answers are cut.
-        random_states: of the ranks that sampled it, after it, as JSON, by their number in the run.
-        key: what decides it, in the journal.
+        step: the order's step; 0 in a checkpoint for parked groups and random states, which belong to no step.
+        version: version of the weights that the round was ordered with.
+        word: the reason why there are no answers, if this is not an error; otherwise "". If set, nothing else is.
+        trajectories: trajectories of the rank, by prompt and sample.
+        places: positions of the groups' prompts in the training sequence, by prompt index.
+        position: position of the next prompt in that sequence.
+        figures: metrics of the step if answers grow in slices; see `CarriedPool`.
+        untrained: trajectories to measure the gap on if the round has none of the present version.
+        groups: groups that continue in the next step, if answers grow in slices.
+        random_states: random states of the sampling ranks after the round, as JSON, by their number in the run.
+        key: the journal's key, which has to match for the round to be replayed.
     """
 
     step: int = 0
@@ -72,65 +71,65 @@ class Round:
     key: str = ""
 
     def __post_init__(self) -> None:
-        self._answers: list[Answer] | None = None  # it does not travel
+        self._answers: list[Answer] | None = None  # a cache, which is neither sent nor stored
 
     def answers(self, details: bool = False, version: int | None = None) -> list[Answer]:
-        """The answers of all ranks of this crew; see `gather_answers`. Collective, the first time."""
+        """Returns the answers of all ranks of this crew; see `gather_answers`. The first call is collective."""
         if self._answers is None:
             self._answers = gather_answers(self.trajectories, details, version)
         return self._answers
 
     def bare(self) -> "Round":
-        """The same without anything that was sampled."""
+        """Returns a copy without trajectories and groups."""
         return replace(self, trajectories=[], untrained=[], groups=[])
 
 
 def sampled_round(answers: list[Answer], step: int, version: int, places: Sequence[int], position: int) -> Round:
-    """The round of these answers of all ranks, of which this rank's trajectories go with it."""
+    """Builds a round from the answers of all ranks; it stores this rank's trajectories."""
     trajectories = [answer.trajectory for answer in answers if answer.trajectory is not None]
-    found = Round(step, version, trajectories=trajectories, places=list(places), position=position)
-    found._answers = answers
-    return found
+    sampled = Round(step, version, trajectories=trajectories, places=list(places), position=position)
+    sampled._answers = answers
+    return sampled
 
 
 class Source(Protocol):
-    """The origin of a training rank's answers. Every rank of its crew makes the same calls.
+    """The interface of what provides a training rank's answers. All ranks of a crew make the same calls.
 
-    `trainer.rollouts.sampling.Sampling` samples them on this rank's engine, and `trainer.rollouts.apart.Apart` orders
-    them of engines on other ranks. `trainer.rollouts.journal.Journal` keeps those of either on disk.
+    `trainer.rollouts.sampling.Sampling` samples answers on this rank's engine; `trainer.rollouts.apart.Apart` orders
+    them from engines on other ranks. `trainer.rollouts.journal.Journal` wraps either and keeps answers on disk.
     """
 
     @property
     def finished(self) -> int:
-        """Answers of the present round that this rank's engine has finished. For any thread."""
+        """The number of answers in this round that this rank's engine has finished. Any thread may read it."""
 
     def produce(self, order: Order) -> list[Round]:
-        """The rounds of a step, or of an evaluation one for each dataset. Collective.
+        """Returns the rounds of a step, or the rounds of an evaluation, one for each dataset. Collective.
 
         Raises:
-            RemoteError: on all ranks, when an engine failed on one. The order can be repeated.
-            StepAbandoned: on all ranks, when the run is asked to end.
-            NotFiniteError: on all ranks, when an engine sampled a log-probability that is not finite.
+            RemoteError: on all ranks, if an engine failed on one. The order can be repeated.
+            StepAbandoned: on all ranks, if the run was asked to end.
+            NotFiniteError: on all ranks, if an engine sampled a log-probability that is not finite.
         """
 
     def replayed(self, rounds: list[Round], ahead: bool) -> None:
-        """Go on as if these rounds of a step had been produced. `ahead`: those of the next step will be asked for."""
+        """Continues as if these rounds of a step had been produced. `ahead`: the next step's will be ordered."""
 
     def take_back(self, step: int) -> None:
-        """Undo an attempt at this step, if an engine's death or SIGTERM has ended one. Collective."""
+        """Undoes an attempt at this step, if an engine's death or SIGTERM has ended one. Collective."""
 
     def carried(self) -> bytes:
-        """Pack what a checkpoint keeps of this rank's answers. Collective."""
+        """Packs this rank's answers for a checkpoint. Collective."""
 
     def untrained(self) -> list[Answer]:
-        """Give some answers with tokens of the present version that are not trained in this step. Collective."""
+        """Returns some answers with tokens of the present version that this step does not train on. Collective."""
 
     def waits_for(self) -> str:
-        """Say what keeps a rollout that takes long; "" where that is not known. For any thread."""
+        """Says what a slow rollout is waiting for; "" if that is not known. Any thread may call it."""
 
 
 def together(parts: Sequence[list[Round]]) -> list[Round]:
-    """The rounds of one order, of which several ranks have parts. Where one has a word, that is the only round."""
+    """Joins the parts of an order's rounds that several ranks have. If a part has a word, returns that round only."""
     if spoken := next((rounds[0] for rounds in parts if rounds and rounds[0].word), None):
         return [spoken]
     return [
@@ -146,38 +145,40 @@ def together(parts: Sequence[list[Round]]) -> list[Round]:
 
 
 def check_version(rounds: Sequence[Round], version: int, lag: int, cut: bool) -> None:
-    """Raise EngineStateError, naming both, where a token was sampled by another version than the step and its lag
-    prescribe; where answers are `cut`, by a later one.
+    """Raises EngineStateError, naming both versions, if a token was sampled by another version than `version`.
+
+    That is the version that the step and its lag prescribe. If answers are `cut` into slices, earlier versions are
+    permitted.
     """
-    sampled = {sampled for each in rounds for t in each.trajectories for sampled, _ in t.versions}
+    sampled = {sampled for one_round in rounds for t in one_round.trajectories for sampled, _ in t.versions}
     for other in sampled - {version}:
         if other > version or not cut:
             raise EngineStateError(
                 f"weights of version {other} have sampled answers of step {rounds[0].step}, which at rollout.lag = "
-                f"{lag} are those of version {version}"
+                f"{lag} needs version {version}"
             )
 
 
 def _with_files(rounds: Iterable[Round], file_of: Callable[[Image], bytes]) -> list[Round]:
-    """Copies of the rounds, unfinished groups included, in which `file_of` gives each image its file."""
+    """Copies the rounds and their groups, and sets the data of each image to what `file_of` returns for it."""
 
     def changed(trajectories: list[Trajectory]) -> list[Trajectory]:
         images = [tuple(replace(image, data=file_of(image)) for image in t.images) for t in trajectories]
-        return [replace(t, images=own) if own else t for t, own in zip(trajectories, images, strict=True)]
+        return [replace(t, images=copies) if copies else t for t, copies in zip(trajectories, images, strict=True)]
 
     return [
         replace(
-            each,
-            trajectories=changed(each.trajectories),
-            untrained=changed(each.untrained),
-            groups=[replace(group, done={n: changed(done) for n, done in group.done.items()}) for group in each.groups],
+            old,
+            trajectories=changed(old.trajectories),
+            untrained=changed(old.untrained),
+            groups=[replace(group, done={n: changed(done) for n, done in group.done.items()}) for group in old.groups],
         )
-        for each in rounds
+        for old in rounds
     ]
 
 
 def packed(rounds: Sequence[Round]) -> bytes:
-    """The rounds as msgpack, with the file of each image once."""
+    """Packs rounds as msgpack, with each image's file stored once."""
     images: dict[str, bytes] = {}
 
     def taken_out(image: Image) -> bytes:
@@ -188,36 +189,36 @@ def packed(rounds: Sequence[Round]) -> bytes:
 
 
 def unpacked(data: bytes) -> list[Round]:
-    """The rounds that `packed` gave. Raises msgspec.DecodeError, a ValueError."""
+    """Unpacks the rounds that `packed` packed. Raises msgspec.DecodeError, a ValueError."""
     rounds, images = msgspec.msgpack.decode(data, type=tuple[list[Round], dict[str, bytes]], dec_hook=array)
     return _with_files(rounds, lambda image: images[image.digest])
 
 
 def read_rounds(checkpoint: Path) -> list[list[Round]]:
-    """Read the rounds that each rank had carried over, in the order of their files' names."""
+    """Reads the rounds that each rank has stored in a checkpoint, in the order of the files' names."""
     return [unpacked(file.read_bytes()) for file in sorted(checkpoint.glob(CARRIED_FILES))]
 
 
 def read_groups(checkpoint: Path) -> list[CarriedGroup]:
-    """All groups that a checkpoint has, whichever engine had them, the oldest first."""
-    return in_order(group for rounds in read_rounds(checkpoint) for each in rounds for group in each.groups)
+    """Reads all engines' groups from a checkpoint, the oldest first."""
+    return in_order(group for one_round in chain.from_iterable(read_rounds(checkpoint)) for group in one_round.groups)
 
 
 def in_order(groups: Iterable[CarriedGroup]) -> list[CarriedGroup]:
-    """The groups, the oldest first."""
+    """Sorts groups, the oldest first."""
     return sorted(groups, key=lambda group: group.place)
 
 
 def read_ready(checkpoint: Path) -> dict[int, list[Round]]:
-    """The rounds that a checkpoint has of steps after it: on rank 0 with the answers of all ranks, on others bare."""
-    ranks = [[each for each in rounds if each.step] for rounds in read_rounds(checkpoint)]
-    found: dict[int, list[Round]] = {}
-    for step in dict.fromkeys(each.step for each in chain.from_iterable(ranks)):
-        found[step] = together([[each for each in rounds if each.step == step] for rounds in ranks if rounds])
-    return found if is_main() else {step: [each.bare() for each in rounds] for step, rounds in found.items()}
+    """Reads the rounds of later steps from a checkpoint, by step: with all answers on rank 0, bare on other ranks."""
+    ranks = [[part for part in rounds if part.step] for rounds in read_rounds(checkpoint)]
+    ready: dict[int, list[Round]] = {}
+    for step in dict.fromkeys(part.step for part in chain.from_iterable(ranks)):
+        ready[step] = together([[part for part in rounds if part.step == step] for rounds in ranks if rounds])
+    return ready if is_main() else {step: [joined.bare() for joined in rounds] for step, rounds in ready.items()}
 
 
 def read_random_states(checkpoint: Path) -> dict[int, str]:
-    """Read the random states of ranks that only generate, by their number in the run."""
+    """Reads the random states of generating ranks from a checkpoint, by their number in the run."""
     rounds = chain.from_iterable(read_rounds(checkpoint))
-    return {number: state for each in rounds for number, state in each.random_states.items()}
+    return {number: state for stored in rounds for number, state in stored.random_states.items()}

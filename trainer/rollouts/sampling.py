@@ -1,4 +1,4 @@
-"""The source of answers of a rank whose crew has engines: what an order asks for is sampled on them, and scored."""
+"""The source of answers of a rank in whose crew engines run, which sample and score the answers of an order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from trainer.run.checkpoint import random_states, restore_random_states
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A dataset to evaluate on.
+    """A dataset to evaluate on, with its sampling settings.
 
     Attributes:
         samples: number of answers for each prompt.
@@ -32,7 +32,7 @@ class HeldOut:
 
 
 class Sampling:
-    """Samples steps and evaluations on the engines of this rank's crew. See `Source`."""
+    """The `Source` that samples steps and evaluations on the engines of this rank's crew."""
 
     def __init__(
         self,
@@ -45,25 +45,25 @@ class Sampling:
         give_up: Callable[[], bool] = lambda: False,
         carried: CarriedPool | None = None,
     ) -> None:
-        """Sample on the engines of `pool`.
+        """Samples on the engines of `pool`.
 
         Args:
-            sampling: of the answers to the training `prompts`.
-            held_outs: datasets of an evaluation.
-            lengths: see `Terms`; of training only.
-            give_up: asked now and then, whether to leave a step's answers be, since the run is asked to end.
-            carried: the groups of the same engines that grow slice by slice; None: answers are not cut.
+            sampling: the sampling settings of the training `prompts`.
+            held_outs: the datasets of an evaluation.
+            lengths: as `Terms.lengths`; used in training only.
+            give_up: polled during a step; True abandons the step, since the run was asked to end.
+            carried: the pool of the same engines' groups that grow slice by slice; None: answers are sampled whole.
         """
         self._config, self._pool, self._carried, self._prompts = config, pool, carried, prompts
         self._sampling, self._held_outs, self._lengths, self._give_up = sampling, held_outs, lengths, give_up
 
     @property
     def finished(self) -> int:
-        """See `Source`."""
+        """The number of answers in this round that this rank's engine has finished."""
         return self._pool.finished
 
     def produce(self, order: Order) -> list[Round]:
-        """See `Source`. A step is sampled round by round until the algorithm has the groups that it asks for."""
+        """Samples an order, as `Source.produce`: a step round by round until the algorithm has enough groups."""
         if order.evaluates:
             with random_states_kept():
                 return [self._evaluated(held_out, order) for held_out in self._held_outs]
@@ -76,7 +76,7 @@ class Sampling:
         return rounds
 
     def _round(self, order: Order, position: int, count: int, seed: int) -> Round:
-        """The answers to `count` prompts, the next of which is at `position`; or, where answers are cut, as many."""
+        """Samples the `count` prompts from `position` on; with slices, returns `count` groups, begun now or earlier."""
         config = self._config
         size, extra = config.algorithm.group_size, config.data.chat_template_kwargs
         settings = RolloutSettings(size, self._sampling, order.version, seed, order.step, chat_template_kwargs=extra)
@@ -93,53 +93,53 @@ class Sampling:
         return sampled_round(answers, order.step, order.version, (), order.position)
 
     def replayed(self, rounds: list[Round], ahead: bool) -> None:
-        """See `Source`: nothing depends on what was sampled before, where answers are not cut."""
+        """Does nothing: without slices, sampling does not depend on earlier rounds, and slices exclude a journal."""
 
     def take_back(self, step: int) -> None:
-        """See `Source`."""
+        """Undoes an attempt at this step, as `Source.take_back`."""
         self._pool.take_back()
         if self._carried is not None:
             self._carried.take_back(step)
 
     def add_state(self, last: Round, random_states: str) -> None:
-        """Give a step's last round, which leaves this rank, what goes on here after it."""
+        """Adds random states, unfinished groups and untrained answers of this rank to a step's last round."""
         last.random_states = {rank(EVERYBODY): random_states}
         if self._carried is not None:
             last.untrained, last.groups = self._carried.present(), self._carried.groups()
 
     def carried(self) -> bytes:
-        """See `Source`. The groups that this rank's engine had when the last step was done."""
+        """Packs the groups of this rank's engine at the end of the last step; b"" without slices."""
         if self._carried is None or self._pool.leader is None:
             return b""
         return packed([Round(groups=self._carried.groups())])
 
     def untrained(self) -> list[Answer]:
-        """See `Source`: of each engine some answers that wait or are unfinished."""
+        """Returns a few waiting or unfinished answers of all engines, as `Source.untrained`; [] without slices."""
         return [] if self._carried is None else gather_answers(self._carried.present(), version=self._carried.version)
 
     def waits_for(self) -> str:
-        """See `Source`."""
+        """Says what a slice is waiting for, as `Source.waits_for`; "" without slices."""
         return "" if self._carried is None else self._carried.waits_for()
 
     def close(self) -> None:
-        """End the episodes under way, and what they have started; before the engine stops."""
+        """Ends the episodes under way, their servers and processes. Call it before the engine stops."""
         if self._carried is not None:
             self._carried.close()
         self._pool.close()
 
 
 def prompts_at(prompts: PromptDataset, config: TrainConfig, taken: Round) -> list[Prompt]:
-    """The prompts of a round's groups, in their order."""
+    """Returns the prompts of a round's groups, in their order."""
     return [prompts.take(place, 1, config.run.seed)[0] for place in taken.places]
 
 
 def sample_held_out(
     config: TrainConfig, pool: Pool, held_out: HeldOut, version: int = 0, step: int = -1
 ) -> list[Answer]:
-    """All engines' answers to a dataset's prompts, scored, with details and votes. Collective.
+    """Samples and scores a dataset's prompts on all engines; returns answers with details and votes. Collective.
 
-    The engines hold weights of `version`. `step` chooses the samples' seeds: -1 before a run's first step, one less
-    after each.
+    The engines have the weights of `version`. `step` selects the samples' seeds: -1 before a run's first step, and one
+    less after each further step.
     """
     seed, extra = config.run.seed, config.data.chat_template_kwargs
     settings = RolloutSettings(
@@ -151,9 +151,10 @@ def sample_held_out(
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restores the global generators of Python, NumPy and torch after the block, whatever it draws from them.
+    """Restores the global random generators of Python, NumPy and torch after the block.
 
-    Samples have seeds of their own; this is about tools, environments and rewards that use those generators.
+    Samples have seeds of their own; this protects training from tools, environments and rewards that use the global
+    generators.
     """
     states = random_states()
     try:

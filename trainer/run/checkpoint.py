@@ -1,15 +1,15 @@
-"""Checkpoints that are complete or invisible.
+"""Writes, verifies and loads checkpoints, which are either complete or invisible.
 
     checkpoints/step_40/
         __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint
         rank_0.json, ...                 each rank's random states
-        extra.json                       the loop's own: step, data fingerprint, counters
-        carried_0.msgpack, ...           each leader's answers that are not trained yet, where answers are cut
-        COMPLETE                         written last: SHA-256 of each of the others, as `sha256sum -c` takes it
+        extra.json                       the state of the loop: step, data fingerprint, counters
+        carried_0.msgpack, ...           each rank's answers that are not trained on yet, if there are any
+        COMPLETE                         written last: the SHA-256 of all other files, in the format of `sha256sum -c`
 
-All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the marker comes last. So
-the newest folder with a marker can be loaded, no matter which process is killed at which moment. Another number of
-ranks may load it. Several machines need a folder they share.
+All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the marker is written last.
+So the newest folder with a marker can be loaded, whichever process is killed at whichever moment. A different number of
+ranks can load it. Ranks on several machines need a shared folder.
 
 `verify` compares a checkpoint with its digests.
 """
@@ -46,47 +46,50 @@ from trainer.run.records import PRIVATE, write_whole
 _EXTRA = "extra.json"
 _FILES = re.compile(rf"{SHARDS}|{re.escape(METADATA)}|rank_\d+\.json|extra\.json|carried_\d+\.msgpack")
 CARRIED_FILES = "carried_*.msgpack"
-_COUNT_LIMIT = 1 << 24  # of steps, and of ranks: each of these has a file
-_REASON_LIMIT = 160  # characters of an error that go into a sentence
+_COUNT_LIMIT = 1 << 24  # the largest number of steps and of ranks in a checkpoint
+_REASON_LIMIT = 160  # characters of an error that are quoted in a sentence
 
-Parts = Mapping[str, Stateful]  # the contents of a checkpoint by name: the policy, and whatever else learns
+Parts = Mapping[str, Stateful]  # the trained parts of a checkpoint by name: the policy and perhaps a critic
 
 
 class Damaged(UserError):
-    """A checkpoint differs from what was written; the message names it and the part that does."""
+    """A checkpoint is incomplete or differs from what was written; the message names it and the file."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two steps: this rank's share of a checkpoint."""
+    """A run's state between two steps: this rank's share of a checkpoint."""
 
     step: int
-    tensors: dict[str, Tensor]  # of each part's `state_dict`, by their dotted path, which begins with the part's name
-    random_states: dict[str, Any]  # this rank's
-    extra: dict[str, Any]  # JSON, the same on all ranks
-    carried: bytes = b""  # this rank's; see `trainer.rollouts.round`
+    tensors: dict[str, Tensor]  # the tensors of the parts' `state_dict`, by dotted paths that begin with a part's name
+    random_states: dict[str, Any]  # this rank's random states
+    extra: dict[str, Any]  # JSON, equal on all ranks
+    carried: bytes = b""  # this rank's answers that are not trained on yet; see `trainer.rollouts.round`
 
     @classmethod
     def take(cls, step: int, parts: Parts, extra: dict[str, Any], carried: bytes = b"") -> Self:
-        """The run as it is now; its tensors are the live ones until `on_host`. Collective."""
+        """Takes a snapshot of the run as it is now; its tensors are the live ones until `on_host`. Collective."""
         tensors = dict(_flat({name: part.state_dict() for name, part in parts.items()}))
         extra = extra | {"step": step, "world_size": world_size()}
         return cls(step, tensors, random_states(), extra, carried)
 
     def on_host(self) -> Self:
-        """The same with copies of the tensors in host memory, so that training can continue."""
+        """Returns a snapshot with copies of the tensors in host memory, so that training can continue."""
         return replace(self, tensors={name: _host_copy(tensor) for name, tensor in self.tensors.items()})
 
 
 def save(folder: Path, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
-    """Write `folder`/step_N and return it. Collective. `extra` is JSON; the step and the number of ranks are added."""
+    """Writes `folder`/step_N and returns its path. Collective.
+
+    `extra` is JSON, to which the step and the number of ranks are added.
+    """
     return write(folder, Snapshot.take(step, parts, extra))
 
 
 def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
-    """Write a snapshot to `folder`/step_N and return that. Collective among these ranks.
+    """Writes a snapshot to `folder`/step_N and returns that path. Collective among these ranks.
 
-    An error on any rank (a full disk) is raised on all, and leaves the earlier checkpoints as they are.
+    An error on any rank, such as a full disk, is raised on all ranks and leaves earlier checkpoints unchanged.
     """
     final = folder / f"step_{snapshot.step}"
     temporary = folder / f"step_{snapshot.step}.tmp"
@@ -107,11 +110,11 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
         write_whole(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
         if is_main():
             write_whole(temporary / _EXTRA, json.dumps(snapshot.extra), PRIVATE)
-        own = [path.name for path in temporary.glob(f"__{rank()}_*")] + [f"rank_{rank()}.json"]
+        names = [path.name for path in temporary.glob(f"__{rank()}_*")] + [f"rank_{rank()}.json"]
         if snapshot.carried:
-            own.append(CARRIED_FILES.replace("*", str(rank())))
-            write_whole(temporary / own[-1], snapshot.carried)
-        lines = "".join(_digest_line(temporary, name) for name in own + is_main() * [METADATA, _EXTRA])
+            names.append(CARRIED_FILES.replace("*", str(rank())))
+            write_whole(temporary / names[-1], snapshot.carried)
+        lines = "".join(_digest_line(temporary, name) for name in names + is_main() * [METADATA, _EXTRA])
     digests = "".join(exchange(lines, among=among))
     with agreed("checkpoint (publish)", among=among):
         if is_main():
@@ -120,12 +123,12 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Compare a checkpoint with its digests, each rank a share of the files; returns its `extra`. Collective.
+    """Compares a checkpoint with its digests, each rank a share of the files, and returns its `extra`. Collective.
 
-    Raises Damaged, the same on all ranks.
+    Raises Damaged, with the same message on all ranks.
     """
     extra: dict[str, Any] = {}
-    with _told_alike(Damaged, f"checkpoint {path} is damaged"):
+    with _raised_on_all(Damaged, f"checkpoint {path} is damaged"):
         extra = read_extra(path)
         digests = _read_digests(path)
         needed = [METADATA, *(f"rank_{number}.json" for number in range(extra["world_size"]))]
@@ -139,24 +142,24 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, parts: Parts) -> dict[str, Any]:
-    """Load a checkpoint into the parts, restore this rank's random states, return `extra`. Collective.
+    """Loads a checkpoint into the parts, restores this rank's random states, and returns `extra`. Collective.
 
-    Digests are not compared; see `verify`. Random states are restored only if there are as many ranks as when it
-    was saved. Raises UserError, the same on all ranks, when the checkpoint is incomplete, belongs to another model, or
-    cannot be read.
+    Digests are not compared; see `verify`. Random states are restored only if the number of ranks is that of the saved
+    run. Raises UserError, with the same message on all ranks, if the checkpoint is incomplete, belongs to another
+    model, or cannot be read.
     """
     extra: dict[str, Any] = {}
-    with _told_alike(Damaged, f"checkpoint {path} cannot be read"):
+    with _raised_on_all(Damaged, f"checkpoint {path} cannot be read"):
         extra = read_extra(path)
     state = {name: part.state_dict() for name, part in parts.items()}
-    with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
+    with _raised_on_all(UserError, f"checkpoint {path} cannot be loaded"):
         tensors, metadata = dict(_flat(state)), read_metadata(path)
         if difference := misfit(metadata, tensors):
             raise UserError(f"checkpoint {path} does not fit this model: {difference}")
         read_tensors(path, metadata, tensors)
     for name, part in parts.items():
         part.load_state_dict(state[name])
-    with _told_alike(UserError, f"checkpoint {path} cannot be loaded"):
+    with _raised_on_all(UserError, f"checkpoint {path} cannot be loaded"):
         if extra["world_size"] == world_size():
             name = f"rank_{rank()}.json"
             restore_random_states(_read_json(path / name), name)
@@ -164,7 +167,7 @@ def load(path: Path, parts: Parts) -> dict[str, Any]:
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """The `extra` that a checkpoint was saved with. Raises Damaged when the checkpoint is incomplete or not sound."""
+    """Reads the `extra` that a checkpoint was saved with. Raises Damaged if the checkpoint is incomplete or damaged."""
     if not is_complete(path):
         newest = latest_complete(path.parent)
         remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
@@ -174,27 +177,27 @@ def read_extra(path: Path) -> dict[str, Any]:
         extra = _read_json(path / _EXTRA)
         counts = [extra.get(key) for key in ("step", "world_size")] if isinstance(extra, dict) else [None]
         if not all(type(count) is int and 0 <= count < _COUNT_LIMIT for count in counts):
-            raise ValueError(f"{_EXTRA} does not say of which step it is, and of how many ranks")
+            raise ValueError(f"{_EXTRA} does not have the step and the number of ranks")
     except (OSError, ValueError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {_phrase(error)}") from error
     return extra
 
 
 def all_complete(folder: Path) -> list[Path]:
-    """The complete checkpoints, the newest first, as rank 0 finds them. Collective."""
+    """Lists the complete checkpoints that rank 0 finds, the newest first. Collective."""
     return [folder / name for name in exchange([path.name for path in _complete(folder)])[0]]
 
 
 def latest_complete(folder: Path) -> Path | None:
-    """The complete checkpoint with the largest step, or None."""
+    """Returns the complete checkpoint with the largest step, or None."""
     return next(iter(_complete(folder)), None)
 
 
 def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None:
-    """Delete all complete checkpoints except the newest `keep` and the best `keep_best`; the newest always stays.
+    """Deletes all complete checkpoints except the newest `keep` and the best `keep_best`; the newest one always stays.
 
-    The best were saved with the largest `metric`, or with the smallest if its name begins with "-". Checkpoints
-    without it, or with NaN, are not among them; of equals the newer is better. Rank 0 does it.
+    The best have the largest `metric`, or the smallest if its name begins with "-". A checkpoint without it, or with
+    NaN, is never among them; of equal ones the newer is better. Only rank 0 deletes.
     """
     if not is_main():
         return
@@ -206,9 +209,9 @@ def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Delete checkpoints of steps after `step`, which a run leaves when it starts over or resumes from an older one.
+    """Deletes checkpoints of steps after `step`, which exist if a run has started over or resumed from an older one.
 
-    Otherwise they would remain the newest, and the next start would resume from them. Rank 0 does it.
+    Otherwise they would remain the newest, and the next start would resume from them. Only rank 0 deletes.
     """
     if is_main():
         for path in _complete(folder):
@@ -217,43 +220,43 @@ def drop_later(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete, with a line for each, the folders that a killed run has left without COMPLETE. Rank 0 does it.
+    """Deletes folders without a COMPLETE marker, which a killed run has left, and prints a line for each.
 
-    Links stay: they are a user's, and what they lead to may be away for the moment.
+    Links stay: the user made them, and their targets may be unavailable only for now. Only rank 0 deletes.
     """
     if is_main() and folder.is_dir():
         for path in sorted(folder.iterdir()):
             unfinished = re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not is_complete(path)
             if unfinished and not path.is_symlink():
-                say(f"removing {path}, which a run that was killed has left unfinished")
+                say(f"removing {path}, which a killed run has left unfinished")
                 shutil.rmtree(path)
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The newest first."""
-    found = filter(is_complete, folder.glob("step_*"))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    """Lists the complete checkpoints in a folder, the newest first."""
+    paths = filter(is_complete, folder.glob("step_*"))
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def is_complete(path: Path) -> bool:
-    """True for the folder of a checkpoint that is complete."""
+    """Returns True for the folder of a complete checkpoint."""
     return re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER).is_file()
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint; of one that is elsewhere, only the link."""
+    """Deletes a checkpoint; if it is a link, only the link."""
     if not path.is_symlink():
-        (path / COMPLETE_MARKER).unlink()  # first, so that what is half deleted does not look complete
+        (path / COMPLETE_MARKER).unlink()  # first, so that a half-deleted folder does not look complete
     _clear(path, ignore_errors=False)
 
 
 def _clear(path: Path, ignore_errors: bool = True) -> None:
-    """Delete a folder, or a link to one."""
+    """Deletes a folder, or a link to a folder."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
 
 
 def _merit(path: Path, metric: str) -> float | None:
-    """The figure by which checkpoints are ranked, larger being better; None if it is unknown."""
+    """Returns the value by which checkpoints are ranked, where larger is better; None if it has none."""
     try:
         metrics = read_extra(path).get("metrics")
     except Damaged:
@@ -265,14 +268,14 @@ def _merit(path: Path, metric: str) -> float | None:
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dictionaries by their dotted paths, as torch.distributed.checkpoint names them."""
+    """Yields the tensors of nested dictionaries with dotted paths, which torch.distributed.checkpoint uses as names."""
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         elif isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         else:
-            raise TypeError(f"{prefix}{key} is a {type(value).__name__}; a checkpoint keeps tensors only")
+            raise TypeError(f"{prefix}{key} is a {type(value).__name__}, but a checkpoint can only contain tensors")
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -282,10 +285,10 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _publish(temporary: Path, final: Path, digests: str) -> None:
-    """Make the folder visible under its name, then complete; everything in it is on disk by then."""
+    """Renames a folder, whose files are on disk already, to its final name, and then marks it as complete."""
     replaced = final.with_name(f"{final.name}.old.tmp")
     _clear(replaced)
-    if os.path.lexists(final):  # a run that started over; a folder cannot be renamed onto one that is not empty
+    if os.path.lexists(final):  # the run has started over; a folder cannot be renamed onto a non-empty one
         final.rename(replaced)
     _sync(temporary)
     temporary.rename(final)
@@ -296,7 +299,7 @@ def _publish(temporary: Path, final: Path, digests: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder's entries to disk: a synced file is lost all the same if its name is not there."""
+    """Syncs a folder's entries to disk: a synced file would still be lost if its name were not on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -305,13 +308,13 @@ def _sync(folder: Path) -> None:
 
 
 def _digest_line(folder: Path, name: str) -> str:
-    """The line that `sha256sum --binary` prints for a file."""
+    """Returns the line that `sha256sum --binary` prints for a file."""
     with (folder / name).open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()} *{name}\n"
 
 
 def _read_digests(path: Path) -> dict[str, str]:
-    """The lines of the marker by the file they are of."""
+    """Reads the marker's lines by file name."""
     lines = (path / COMPLETE_MARKER).read_bytes().splitlines(keepends=True)
     digests = {line[66:-1].decode(errors="replace"): line.decode(errors="replace") for line in lines}
     if bad := next((name for name in digests if not _FILES.fullmatch(name)), None):
@@ -332,19 +335,19 @@ def _read_json(path: Path) -> Any:
 
 
 @contextmanager
-def _told_alike(kind: type[UserError], beginning: str) -> Iterator[None]:
-    """Run the block on every rank; whatever fails on any is raised on all, as the first such rank's sentence."""
+def _raised_on_all(kind: type[UserError], beginning: str) -> Iterator[None]:
+    """Raises an error in the block on any rank as `kind` on all ranks, with the sentence of the first failed rank."""
     problem, cause = "", None
     try:
         yield
     except Exception as error:
         problem, cause = str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}", error
-    if found := next(filter(None, exchange(problem.encode(errors="replace").decode())), ""):
-        raise kind(found) from cause
+    if sentence := next(filter(None, exchange(problem.encode(errors="replace").decode())), ""):
+        raise kind(sentence) from cause
 
 
 def _phrase(error: Exception) -> str:
-    """An error in a few words: what is wrong with which file, or the first sentence of what it says."""
+    """Describes an error in a few words: the file and the reason, or the first sentence of its message."""
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     text = re.split(r"\n|\. ", str(error), maxsplit=1)[0][:_REASON_LIMIT]
@@ -352,7 +355,7 @@ def _phrase(error: Exception) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, NumPy, torch and this rank's CUDA device, as JSON."""
+    """Returns the random states of Python, NumPy, torch and this rank's CUDA device, as JSON."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
@@ -365,7 +368,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], name: str) -> None:
-    """Set the states that `random_states` gave. Raises ValueError with `name`."""
+    """Restores the states that `random_states` returned. Raises ValueError, naming their origin `name`."""
 
     def as_tensor(digits: str) -> Tensor:
         return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

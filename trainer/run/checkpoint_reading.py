@@ -1,10 +1,10 @@
-"""The tensors of a checkpoint, read so that nothing in its files is executed, whoever wrote them.
+"""Reads the tensors of a checkpoint without executing anything in its files, whoever wrote them.
 
-torch.distributed.checkpoint keeps its table of tensors, `.metadata`, as a pickle, which its own reader loads freely, as
-it does every entry that the table declares as bytes (torch 2.13: `FileSystemReader.read_metadata`,
-`DefaultLoadPlanner.load_bytes`). Here stand-ins take the place of the table's classes and only store their state. That
-is checked, and a new table of nothing but tensors is built from it. Tensors themselves torch.distributed reads with
-`torch.load(weights_only=True)`.
+torch.distributed.checkpoint stores its table of tensors, `.metadata`, as a pickle. Its own reader unpickles that table
+without restriction, and so each entry that the table declares as bytes (torch 2.13: `FileSystemReader.read_metadata`,
+`DefaultLoadPlanner.load_bytes`). Here stand-ins replace the table's classes and only store their state. The state is
+checked, and a new table that contains only tensors is built from it. The tensors themselves are read by
+torch.distributed with `torch.load(weights_only=True)`.
 """
 
 import io
@@ -33,13 +33,13 @@ SHARDS = r"__\d+_\d+\.distcp"  # names of the files that hold tensors
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The table of a checkpoint's tensors: of each its dtype, its shape, and where its pieces lie.
+    """Reads the table of a checkpoint's tensors: their dtypes, shapes, and the places of their pieces.
 
-    Raises ValueError, with a phrase about `.metadata`, for everything that is not such a table.
+    Raises ValueError, with a phrase about `.metadata`, if the file is not such a table.
     """
     try:
         with (folder / METADATA).open("rb") as file:
-            table = _Unpickler(file).load().state
+            table = _TableUnpickler(file).load().state
         tensors = {str(name): _tensor(name, entry) for name, entry in table["state_dict_metadata"].items()}
         places = dict(_place(index, place) for index, place in table["storage_data"].items())
         for name, tensor in tensors.items():
@@ -55,7 +55,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
-    """The first of `tensors` that a checkpoint does not hold in this shape and dtype, as a phrase; "" for none."""
+    """Describes the first of `tensors` that a checkpoint does not have in this shape and dtype; "" if all fit."""
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
@@ -67,7 +67,7 @@ def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors in place, of sharded ones this rank's part, from a checkpoint that they fit. Not collective."""
+    """Reads a checkpoint into tensors of equal shapes, in place; sharded ones get this rank's part. Not collective."""
     reader, planner = FileSystemReader(folder), _TensorPlanner(False, False)
     planner.set_up_planner(tensors, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -75,7 +75,7 @@ def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -
 
 
 class _Refused(Exception):
-    """Something that no checkpoint of ours has; the message is a phrase that continues the file's name."""
+    """The table contains something that this trainer never writes; the message is a phrase after the file's name."""
 
 
 def _require(condition: object, otherwise: str) -> None:
@@ -84,7 +84,7 @@ def _require(condition: object, otherwise: str) -> None:
 
 
 class _Record:
-    """A stand-in: takes what a pickle gives it, and does nothing with it."""
+    """A stand-in for a class in a pickle, which only stores its state."""
 
     def __init__(self, *arguments: object) -> None:
         self.state: Any = arguments
@@ -93,8 +93,8 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows the table's classes by stand-ins of their names, made anew so that no pickle can change them for later."""
+class _TableUnpickler(pickle.Unpickler):
+    """Unpickles a table with stand-ins for its classes, new ones each time, so that a pickle cannot change them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" in TABLE_CLASSES:
@@ -116,7 +116,7 @@ def _tensor(name: Any, entry: Any) -> TensorStorageMetadata:
 
 
 def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """True if the pieces are consecutive rows from the first to the last, as both backends cut tensors."""
+    """Returns True if the pieces are consecutive rows that cover the tensor, which is how both backends shard it."""
     if not size:
         return [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((), ())]
     end = 0
@@ -138,7 +138,7 @@ def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 class _TensorPlanner(DefaultLoadPlanner):
-    """Reads tensors only; torch's own planner unpickles everything else."""
+    """A load planner that reads tensors only; torch's own planner unpickles everything else."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")

@@ -27,9 +27,9 @@ def export_and_report(
     screen: Progress,
     answers: list[dict[str, Any]],
 ) -> None:
-    """Write everything that outlives a run, then say where it is. Collective; rank 0 writes.
+    """Exports the model, writes curves and summary, and prints the report. Collective; rank 0 writes.
 
-    `answers` are rows of the latest evaluation or step, for the screen.
+    `answers` are rows of the latest evaluation or step, for the report.
     """
 
     def tell() -> None:
@@ -51,7 +51,7 @@ def export_and_report(
 
 
 def export(config: TrainConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, tell: Callable[[], None]) -> None:
-    """Write model and curves, then `tell` of them on rank 0. Collective; rank 0 writes."""
+    """Writes the model and the curves, and then calls `tell` on rank 0. Collective; rank 0 writes."""
     folder = config.run.folder
     if config.checkpoint.export_hf:
         policy.save_pretrained(folder / "model")

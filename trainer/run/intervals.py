@@ -1,7 +1,7 @@
-"""How often to save (`checkpoint.every: auto`): so often that saving and what failures lose cost least together.
+"""The checkpoint interval that minimises the cost of saving plus expected loss (Young, Daly; `checkpoint.every: auto`).
 
-Failures are counted over all sessions of a run, in `sessions.jsonl` in its folder: a session that has not ended as it
-was asked to has failed. An engine that is started again in place loses a step at most and does not count.
+Failures are counted over all sessions of a run, in `sessions.jsonl` in its folder. A session that neither finished nor
+ended on request has failed. A restarted engine costs one step at most and does not count.
 """
 
 import json
@@ -16,10 +16,11 @@ _DEVICE_HOURS = 50_000.0
 
 
 def best_interval(cost: float, apart: float) -> float:
-    """Seconds of training between two checkpoints that cost `cost` seconds each, if failures are `apart` seconds apart.
+    """Returns the seconds of training between checkpoints that cost `cost` seconds, if failures are `apart` s apart.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (Future Generation Computer
-    Systems 22, 2006). Its first term is J. W. Young's, sqrt(2 · cost · apart) (Communications of the ACM 17, 1974).
+    The formula is from J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (Future
+    Generation Computer Systems 22, 2006). Its first term is J. W. Young's, sqrt(2 · cost · apart) (Communications of
+    the ACM 17, 1974).
     Example: 10 s and a day: 1,308 s.
     """
     if cost >= 2 * apart:
@@ -29,13 +30,13 @@ def best_interval(cost: float, apart: float) -> float:
 
 
 class Intervals:
-    """Tells rank 0 when the next checkpoint is due, by what the last one cost and how often the run has failed."""
+    """Decides on rank 0 when the next checkpoint is due, from the last one's cost and the run's failures so far."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        """Of the run in `folder`, whose sessions before this one are read."""
+        """Reads the earlier sessions of the run in `folder`, which has this number of ranks, and begins a new one."""
         self._file = folder / "sessions.jsonl"
         trained, failures = _history(self._file)
-        # Before anything is known: one failure in a day, or as often as machines of that many GPUs fail.
+        # The prior: one failure a day, or the failure rate of machines with this number of GPUs, if that is higher.
         assumed = min(_DAY, _DEVICE_HOURS * 3600 / ranks)
         self._assumed, self._trained, self._failures = assumed, trained, failures
         self._began = self._last = time.monotonic()
@@ -44,23 +45,23 @@ class Intervals:
 
     @property
     def between_failures(self) -> float:
-        """Mean seconds between failures: of what was assumed, and everything seen so far."""
+        """The estimated mean seconds between failures, from the prior and all sessions so far."""
         seen = self._trained + time.monotonic() - self._began
         return (self._assumed + seen) / (1 + self._failures)
 
     def is_over(self) -> bool:
-        """True if it is time to save: the first time at once, to learn what it costs."""
+        """Returns True if it is time to save. The first checkpoint is due at once, to measure its cost."""
         if self._cost is None:
             return True
         return time.monotonic() - self._last >= best_interval(self._cost, self.between_failures)
 
     def saved(self, cost: float) -> None:
-        """Training has waited `cost` seconds for a checkpoint."""
+        """Records that training has waited `cost` seconds for a checkpoint."""
         self._cost, self._last = max(cost, 1e-3), time.monotonic()
         self.note("saved")
 
     def note(self, what: str) -> None:
-        """Add a line to the file: "begin", "saved", or "end" where a session ends as it should."""
+        """Adds an event to the file: "begin", "saved", or "end" for a session that ends properly."""
         line = json.dumps({"what": what, "seconds": round(time.monotonic() - self._began, 3)})
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("a", encoding="utf-8") as file:
@@ -68,13 +69,13 @@ class Intervals:
 
 
 def _history(file: Path) -> tuple[float, int]:
-    """Seconds that sessions are known to have lasted, and how many of them have failed."""
+    """Returns the total seconds of all sessions, up to their last events, and the number of failed ones."""
     seconds, failures, session = 0.0, 0, dict[str, Any]()
     for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else ():
         try:
             row = json.loads(line)
             what, lasted = str(row["what"]), float(row["seconds"])
-        except (ValueError, KeyError, TypeError):  # a kill has torn it
+        except (ValueError, KeyError, TypeError):  # a killed process has left half a line
             continue
         if what == "begin":
             failures += bool(session) and session["what"] != "end"

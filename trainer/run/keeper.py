@@ -1,18 +1,17 @@
-"""Lets a run outlast its process: the checkpoint it resumes from, those it writes, and an orderly early end.
+"""Resumes a run from its checkpoint, saves it while it trains, and ends it in order when it is asked to end.
 
-Resuming. Beside each checkpoint stands the run's identity: the data, the model and the algorithm that it belongs to. It
-is compared when a run resumes. Keys that change how a run is computed but not what (ranks, micro-batches, backend,
-engine) are left out, and so are those that people change on purpose between two sessions (run.steps, policy.lr,
-evaluation).
+Resuming. Each checkpoint contains the run's identity: its data, model and algorithm. It is compared when a run resumes.
+It excludes keys that change how a run is computed but not its results (ranks, micro-batches, backend, engine), and keys
+that people change on purpose between two sessions (run.steps, policy.lr, evaluation).
 
 Writing. A thread writes while training continues, one checkpoint at a time. `save` copies the sharded tensors to host
-memory, each rank's share of the checkpoint's size, and returns; what is written is the run at that moment. The thread's
-exchanges between ranks have a process group of their own: two threads that use one group mix up each other's messages.
+memory, each rank its share of the checkpoint, and returns; the thread writes this copy. The thread's exchanges between
+ranks have a process group of their own, since two threads that use one group would mix up each other's messages.
 
-Leaving. SIGTERM on any rank, as clusters send it some time before they kill, is known to all ranks half a second later.
-They agree on it at the end of the step, save and leave together. A step whose rollouts are still under way when half of
-`checkpoint.grace_s` is over is given up, which leaves the policy as the step before did: every finished step is kept.
-An update or an evaluation is finished; what takes longer than the grace period ends without saving again.
+Leaving. A SIGTERM on any rank, which clusters send some time before they kill, reaches all ranks within half a second.
+They agree on it at the end of the step, save and leave together. A step whose rollouts are still running when half of
+`checkpoint.grace_s` is over is abandoned, which leaves the policy as it was after the previous step. An update or an
+evaluation is finished. A run that takes longer than the grace period ends without saving again.
 """
 
 import hashlib
@@ -49,39 +48,39 @@ from trainer.run.watchdog import Watchdog
 
 _SAMPLE_BYTES = 1 << 16
 
-# JSON values by key: data, model and tokenizer as digests, recipe keys by their dotted paths as they stand.
+# JSON values by key: the digests of data, model and tokenizer, and the recipe's values by dotted key.
 Identity = dict[str, Any]
 
 
 @dataclass
 class RunState:
-    """The state of a run besides the policy, which checkpoints keep."""
+    """The state of a run that checkpoints keep besides the policy."""
 
-    step: int = 0  # steps done
-    prompts: int = 0  # taken from the training data so far; the next step continues from there
-    seconds: float = 0.0  # spent in steps, all sessions of the run together
-    largest_gap: float | None = None  # of all steps so far, nats; NaN where one was; None before any was measured
+    step: int = 0  # number of steps done
+    prompts: int = 0  # number of training prompts taken so far; the next step continues there
+    seconds: float = 0.0  # total time of all steps, over all sessions of the run
+    largest_gap: float | None = None  # over all steps, nats; NaN if one was NaN; None before any was measured
     syncs_verified: int = 0
-    eval_before: float | None = None  # mean reward on held-out prompts, of the first evaluation
-    eval_after: float | None = None  # and of the latest
-    lengths: dict[int, int] = field(default_factory=dict)  # by prompt id, of its last answers; see `longest_answers`
+    eval_before: float | None = None  # mean reward on held-out prompts in the first evaluation
+    eval_after: float | None = None  # mean reward on held-out prompts in the latest evaluation
+    lengths: dict[int, int] = field(default_factory=dict)  # last answer length by prompt id; see `longest_answers`
 
     def count_step(self, metrics: dict[str, float]) -> None:
-        """A step is done."""
+        """Counts a finished step with these metrics."""
         self.step += 1
         self.seconds += metrics["time/step"]
         gaps = [gap for gap in (self.largest_gap, metrics.get("gap/max")) if gap is not None]
         self.largest_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=None)
 
     def count_evaluation(self, reward: float) -> None:
-        """An evaluation is done."""
+        """Counts a finished evaluation with this mean reward."""
         self.eval_after = reward
         if self.eval_before is None:
             self.eval_before = reward
 
 
 def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """The identity of a run; `fingerprint` is that of its training data (`PromptDataset`)."""
+    """Returns the identity of a run; `fingerprint` is the fingerprint of its training data (`PromptDataset`)."""
     return {
         "data": fingerprint,
         "model": model_digest(resolve_folder(config.model.path)),
@@ -91,9 +90,9 @@ def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTok
 
 
 def model_digest(folder: Path) -> str:
-    """Of config.json and of some of the weights: size, beginning, middle and end of each file, so that it is quick."""
+    """Returns a digest of config.json and of a sample of the weights: each file's size, start, middle and end."""
     config = json.loads((folder / "config.json").read_bytes())
-    kept = config.keys() - {"_name_or_path", "transformers_version"}  # which saving the model again changes
+    kept = config.keys() - {"_name_or_path", "transformers_version"}  # these change when the model is saved again
     pieces = [json.dumps({key: config[key] for key in sorted(kept)}).encode()]
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -110,23 +109,23 @@ def _digest(content: bytes) -> str:
 
 
 def _compared_keys(config: dict[str, Any]) -> Identity:
-    """Those of a recipe that a resumed run is compared by; `config` is its JSON."""
+    """Returns the values of a recipe that have to be equal for a run to resume; `config` is the recipe's JSON."""
     recipe = {f"{section}.{name}": value for section, values in config.items() for name, value in values.items()}
-    del recipe["algorithm.preset"]  # the keys that it sets are there
+    del recipe["algorithm.preset"]  # the keys that it sets are compared instead
     compared = [key for key in recipe if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS]
     return {key: recipe[key] for key in compared}
 
 
 def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
-    """Raise UserError, one sentence, when the checkpoint at `path` belongs to another run than `identity` says.
+    """Raises UserError if the checkpoint at `path` belongs to a run with another identity.
 
-    With other data, another model or another algorithm it would be another experiment. A key that the recipe did not
-    have yet when the checkpoint was saved counts as its default. `extra` is the checkpoint's; `allowed` are keys, or
-    sections of keys, that may differ (`checkpoint.resume_anyway`). Values of kwargs are not in the sentence.
+    With other data, another model or another algorithm it would be another experiment. A key that did not exist when
+    the checkpoint was saved counts as its default. `extra` is the checkpoint's; `allowed` are keys, or sections of
+    keys, that may differ (`checkpoint.resume_anyway`). The message does not quote values of kwargs.
     """
     if not isinstance(extra.get("identity"), dict):
         raise UserError(
-            f"{path} does not say which data, model and algorithm it belongs to, as it is of an older version: "
+            f"{path} does not say which data, model and algorithm it belongs to, since an older version has saved it: "
             "start over with another run.name, or with checkpoint.resume=none"
         )
     for_sft = "sft.batch_size" in identity
@@ -153,10 +152,11 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
 
 
 def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
-    """The checkpoint that the run resumes from, verified, and the state in it; None where the run begins. Collective.
+    """Finds and verifies the checkpoint that the run resumes from. Collective.
 
-    Of the run's own, damaged ones are named and passed over. Raises UserError when the checkpoint asked for is damaged,
-    none is sound, or the newest sound one is another run's by its identity (checkpoint.resume_anyway permits it).
+    Returns its path and the state in it, or None and a new state if the run starts from the beginning. Damaged
+    checkpoints of the run are reported and skipped. Raises UserError if the checkpoint asked for is damaged, if all are
+    damaged, or if the newest sound one has another identity (unless checkpoint.resume_anyway permits it).
     """
     folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
     with agreed("removing unfinished checkpoints"):
@@ -170,7 +170,7 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
         except checkpoint.Damaged as damage:
             if wanted != "auto":
                 raise
-            say(f"{damage}; left out")
+            say(f"{damage}; skipped")
             continue
         check_identity(path, extra, identity, config.checkpoint.resume_anyway)
         try:
@@ -191,7 +191,10 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
 
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
-    """The run's record, with its recipe beside it, masked in other trackers; later metrics are dropped."""
+    """Opens the run's records and trackers, and writes its recipe beside them.
+
+    Trackers get the recipe with secrets masked. Metrics of steps after the state's step are dropped.
+    """
     run, recipe, patience = config.run, masked(config.recorded()), config.checkpoint.patience_s
     tracker = make_tracker(run.folder, recipe, run.name, config.tracking, state.step or None, patience)
     if is_main():
@@ -200,10 +203,10 @@ def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
 
 
 class CheckpointWriter:
-    """Saves into one folder, and deletes there what `checkpoint.keep` and `checkpoint.keep_best` do not name."""
+    """Writes checkpoints into one folder, and deletes those that `checkpoint.keep` and `keep_best` do not keep."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, timeout: float) -> None:
-        """Collective. `timeout` (seconds) is the deadline of writing one checkpoint."""
+        """Creates the writing thread and its process group. Collective. A checkpoint may take `timeout` seconds."""
         self._folder = folder
         self._config = config
         self._timeout = timeout
@@ -214,9 +217,9 @@ class CheckpointWriter:
     def save(
         self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float], carried: bytes = b""
     ) -> None:
-        """Save the run as it is now; returns when it is copied, or with `checkpoint.background: false` written.
+        """Saves the run as it is now; returns when it is copied or, with `checkpoint.background: false`, written.
 
-        Collective. Waits first for the previous checkpoint, and raises its failure on all ranks.
+        Collective. Waits for the previous checkpoint first, and raises that one's failure on all ranks.
         """
         self.wait()
         check_best_metric(self._config, step, metrics)
@@ -230,11 +233,11 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """True if the checkpoint under way could not be written; `wait` then raises the reason."""
+        """True if the latest checkpoint could not be written; `wait` then raises the error."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the checkpoint under way, if any, is complete on all ranks; its failure raises on all."""
+        """Waits until the checkpoint under way, if any, is complete on all ranks; raises its failure on all ranks."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -243,10 +246,10 @@ class CheckpointWriter:
         writing.result()
 
     def close(self) -> None:
-        """Finish the checkpoint under way, however the run ends, so that finished steps are not lost."""
+        """Finishes the checkpoint under way, however the run ends, so that finished steps are not lost."""
         try:
             self.wait()
-        except Exception as error:  # the run is ending for another reason, which is the one to report
+        except Exception as error:  # the run may be ending with another error, which must not be replaced
             print(f"[hotbunk] the last checkpoint was not written: {error}", file=sys.stderr)
 
     def _write(self, snapshot: checkpoint.Snapshot) -> None:
@@ -258,20 +261,20 @@ class CheckpointWriter:
 
 
 def check_best_metric(config: CheckpointConfig, step: int, metrics: dict[str, float]) -> None:
-    """Raise UserError when checkpoints are to be kept by a figure that the run does not have.
+    """Raises UserError if checkpoint.best_metric names a metric that the run does not have.
 
-    Figures of evaluations (eval/…) are missing in steps without one, and only in those.
+    Metrics of evaluations (eval/…) may be missing in steps without an evaluation.
     """
     name = config.best_metric.removeprefix("-")
     expected = not name.startswith("eval/") or any(key.startswith("eval/") for key in metrics)
     if config.keep_best and metrics and expected and name not in metrics:
         group = [key for key in metrics if key.partition("/")[0] == name.partition("/")[0]]
         there = ", ".join(sorted(group or metrics)[:12])
-        raise UserError(f"checkpoint.best_metric: step {step} has no figure {name!r}; there are {there}")
+        raise UserError(f"checkpoint.best_metric: step {step} has no metric {name!r}; there are {there}")
 
 
 class Keeper:
-    """Saves a run, and ends it when it is asked to end."""
+    """Saves a run when a checkpoint is due, and ends it in order when it is asked to end."""
 
     def __init__(
         self,
@@ -282,8 +285,9 @@ class Keeper:
         identity: Identity,
         carried: Callable[[], bytes] = bytes,
     ) -> None:
-        """Collective. What is saved of the run is its `state`, the `parts` that learn, and what this rank has
-        `carried` over from step to step, as they then are.
+        """Prepares to save the run's `state`, its trained `parts`, and this rank's answers. Collective.
+
+        `carried()` is called at each save; it packs this rank's answers that have not been trained on.
         """
         self._carried = carried
         self._config = config.checkpoint
@@ -301,27 +305,27 @@ class Keeper:
         self._metrics: dict[str, float] = {}
 
     def hold_signals(self, *numbers: signal.Signals) -> None:
-        """Let these signals leave time to save from now on."""
+        """Delays the effect of these signals from now on, so that there is time to save."""
         if self._config.grace_s:
             processes.hold_signals(self._config.grace_s, self._watchdog.call_all, numbers)
 
     def step_done(self, metrics: dict[str, float]) -> None:
-        """After a step's row is written: save if it is time to, leave if any rank was asked to. Collective.
+        """Saves if a checkpoint is due, and leaves if any rank was asked to end. Collective.
 
-        Raises on all ranks if the previous checkpoint could not be written.
+        Call it after a step's row is written. Raises on all ranks if the previous checkpoint could not be written.
         """
         self._metrics = metrics
         if self._is_due():
             self.save()
         asked = float(self._watchdog.called_at is not None)
-        found = all_reduce_max({"asked": asked, "failed": float(self._writer.failed)})
-        if found["failed"]:
+        flags = all_reduce_max({"asked": asked, "failed": float(self._writer.failed)})
+        if flags["failed"]:
             self._writer.wait()
-        if found["asked"]:
+        if flags["asked"]:
             self.leave()
 
     def _is_due(self) -> bool:
-        """True, on all ranks alike, if it is time to save. Collective."""
+        """Returns True on all ranks if a checkpoint is due. Collective."""
         every = self._config.every
         if every == "auto":
             over = self._intervals is not None and self._intervals.is_over()
@@ -329,7 +333,7 @@ class Keeper:
         return bool(every) and self._state.step % every == 0
 
     def save(self) -> None:
-        """Begin a checkpoint of the run as it is now, if there is none of this step. Collective."""
+        """Begins a checkpoint of the run as it is now, unless this step has one. Collective."""
         if self._saved != self._state.step:
             began = time.monotonic()
             extra = {"state": asdict(self._state), "identity": self._identity}
@@ -339,22 +343,22 @@ class Keeper:
                 self._intervals.saved(time.monotonic() - began)
 
     def finish(self) -> None:
-        """Save the run's end, and wait until it is written. Collective."""
+        """Saves the run, and waits until the checkpoint is written. Collective."""
         self.save()
         self._writer.wait()
         if self._intervals is not None:
             self._intervals.note("end")
 
     def leave(self) -> None:
-        """Save, then end the run as SIGTERM would have. Collective."""
+        """Saves, and then ends the run as SIGTERM does. Collective."""
         self.finish()
         say(f"asked to end: saved at step {self._state.step}")
         processes.interrupt_now()
 
     def late_to_leave(self) -> bool:
-        """True once half of the grace period is over."""
+        """Returns True once half of the grace period is over."""
         return self._watchdog.called_for() > self._config.grace_s / 2
 
     def close(self) -> None:
-        """Finish a checkpoint that is under way."""
+        """Finishes the checkpoint under way, if any."""
         self._writer.close()

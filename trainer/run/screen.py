@@ -25,26 +25,26 @@ _ROWS_PER_HEADER = 20
 _ANSWER_LIMIT = 300  # characters of an answer in the report
 _SPARKS = "▁▂▃▄▅▆▇█"
 
-Metrics = dict[str, float]
+StepMetrics = dict[str, float]
 
 
-def _number(key: str, form: str) -> Callable[[Metrics], str]:
+def _number(key: str, form: str) -> Callable[[StepMetrics], str]:
     """Show one metric; nothing where the step does not have it."""
     return lambda metrics: format(metrics[key], form) if key in metrics else ""
 
 
-def _seconds(*phases: str) -> Callable[[Metrics], str]:
+def _seconds(*phases: str) -> Callable[[StepMetrics], str]:
     """Show the sum of some phases' seconds; nothing where the step has none of them."""
     keys = [f"time/{phase}" for phase in phases]
     return lambda metrics: f"{sum(metrics.get(key, 0.0) for key in keys):.2f}" if metrics.keys() & keys else ""
 
 
-def _tokens_per_second(metrics: Metrics) -> str:
+def _tokens_per_second(metrics: StepMetrics) -> str:
     value = metrics.get("throughput/rollout_tokens_per_s")
     return "" if value is None else f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
-def _memory(metrics: Metrics) -> str:
+def _memory(metrics: StepMetrics) -> str:
     """In GiB: the trainer's peak, and the engine's largest and smallest over the phases: awake and asleep."""
     trainer, engine = (
         [value for key, value in metrics.items() if key.startswith(f"memory/{side}_gib")]
@@ -56,7 +56,7 @@ def _memory(metrics: Metrics) -> str:
 
 
 # Each column's title and width, how a step's metrics are shown in it, and its style.
-_COLUMNS: list[tuple[str, int, Callable[[Metrics], str], str]] = [
+_COLUMNS: list[tuple[str, int, Callable[[StepMetrics], str], str]] = [
     ("reward", 8, _number("reward/mean", ".3f"), "bold"),
     ("eval", 7, _number("eval/accuracy", ".3f"), "bold green"),
     ("gap max", 9, _number("gap/max", ".1e"), ""),
@@ -72,7 +72,7 @@ _COLUMNS: list[tuple[str, int, Callable[[Metrics], str], str]] = [
 ]
 
 
-def _columns(metrics: Metrics) -> list[tuple[str, int, Callable[[Metrics], str], str]]:
+def _columns(metrics: StepMetrics) -> list[tuple[str, int, Callable[[StepMetrics], str], str]]:
     hidden = "cut" if "stale/share" in metrics else "old"
     return [column for column in _COLUMNS if column[0] != hidden]
 
@@ -110,7 +110,7 @@ class Progress:
             self.console.show_cursor(True)  # which Live hides, and a run that ends at once would leave hidden
             yield
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def step(self, step: int, metrics: StepMetrics) -> None:
         """The row of a step; every so often the header again."""
         if self._rows % _ROWS_PER_HEADER == 0:
             header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")

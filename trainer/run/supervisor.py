@@ -1,14 +1,15 @@
-"""Starts a run again when it has failed, so that one that dies at night has gone on by the morning.
+"""Restarts a failed run, so that a run that fails at night has continued by the morning.
 
     python -m trainer.run.supervisor RESTARTS LAUNCHER-ARGUMENTS …
 
-`RESTARTS=N hotbunk train RECIPE` becomes this process, once on each node. Each attempt is a launcher of its own, with a
-new store, and resumes from the newest sound checkpoint. torchrun's own `--max-restarts` would not do: it restarts
-whatever the cause, ends with its launcher, and hands the old store with its counters on to the new ranks.
+`RESTARTS=N hotbunk train RECIPE` becomes this process, once on each node. Each attempt has a new launcher and a new
+store, and resumes from the newest sound checkpoint. torchrun's own `--max-restarts` is not used, since it restarts
+whatever the cause, ends with its launcher, and gives the old store with its counters to the new ranks.
 
-Started again is what may be over the next time: a rank, an engine or a launcher that was killed, a deadline, an
-exception. Left alone is what would fail again (a mistake in the recipe, a run that diverges, too many failed rewards or
-episodes), what was asked to end (SIGINT, SIGTERM), and a step that has failed three times.
+Restarts on: a rank, an engine or a launcher that was killed; an exceeded deadline; an exception.
+
+Does not restart on: errors that would recur (a mistake in the recipe, a run that diverges, too many failed rewards or
+episodes); a request to end (SIGINT, SIGTERM); a step that has failed three times.
 """
 
 import hashlib
@@ -27,9 +28,9 @@ from typing import Any
 from trainer.run import processes
 
 OUTCOME = "HOTBUNK_OUTCOME"
-"""Path of a file in the supervisor's memory, in which a launcher leaves an `Outcome` in JSON."""
+"""Environment variable with the path of a file in memory, to which a launcher writes its `Outcome` as JSON."""
 
-_MOST_FAILURES = 3  # of the same step
+_MOST_FAILURES = 3  # failures of the same step
 _ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 _LASTING = ("UserError", "Damaged", "TrainingDiverged", "NotFiniteError", "RewardError", "RolloutError")
 _LONGEST_PAUSE = 60.0  # seconds
@@ -38,27 +39,28 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Outcome:
-    """The end of one attempt, as its launcher tells it."""
+    """The end of one attempt, as reported by its launcher."""
 
-    step: int = 0  # that was under way; 0: not known
-    kinds: Sequence[str] = ()  # of the exceptions by which ranks ended
+    step: int = 0  # the step under way; 0 if unknown
+    kinds: Sequence[str] = ()  # class names of the exceptions by which ranks ended
     reasons: Sequence[str] = ()  # lines of the launcher's summary
-    saved: bool = False  # True if a checkpoint was not there when the attempt began
-    checkpoints: str = ""  # the folder of them; empty: the launcher was gone before it told
+    saved: bool = False  # True if the attempt has written a checkpoint
+    checkpoints: str = ""  # the folder of checkpoints; empty if the launcher died before it could report
     before: Sequence[str] = ()  # `marks` of that folder when the attempt began
 
 
 def marks(checkpoints: Path) -> list[str]:
-    """A text for each complete checkpoint that no other has: its name and the digest of its marker, which lists the
-    digests of its files. The clocks of two machines, and of a file server, cannot be compared.
-    """
-    from trainer.config.checks import COMPLETE_MARKER  # takes a second, which a run that never fails need not wait for
+    """Returns a unique text for each complete checkpoint: its name and the digest of its marker.
 
-    found = []
+    The marker lists the digests of all files. Times would not do, since the clocks of two machines may differ.
+    """
+    from trainer.config.checks import COMPLETE_MARKER  # importing it takes a second, which most runs need not wait for
+
+    lines = []
     for file in checkpoints.glob(f"step_*/{COMPLETE_MARKER}"):
         with suppress(OSError):  # deleted meanwhile
-            found.append(f"{file.parent.name} {hashlib.sha256(file.read_bytes()).hexdigest()}")
-    return found
+            lines.append(f"{file.parent.name} {hashlib.sha256(file.read_bytes()).hexdigest()}")
+    return lines
 
 
 def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] | None = None) -> int:

@@ -110,7 +110,7 @@ REFUSED: list[tuple[Case, str]] = [
     (code("rollout.custom", "raise BaseException('x' * 5000)\n"), "importing it raised BaseException: xxx"),
     (code("reward.functions", QUITTING), "cannot be set up with kwargs {}: KeyboardInterrupt: enough"),
     (code("rollout.sampler", QUITTING), "rollout.sampler: enough"),
-    (code("reward.functions", "f = max\n"), "does not say what it takes"),
+    (code("reward.functions", "f = max\n"), "has no signature: wrap it"),
 ]
 
 

@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
     "nothing to evaluate on": (without_held_out, [], "eval.every is set, but there is nothing"),
     "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
-    "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is not known: did you mean exact_match?"),
+    "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is unknown: did you mean exact_match?"),
     "reward file missing": (nothing, reward("{0}/absent.py:f"), "there is no file {0}/absent.py"),
     "reward function missing": (nothing, reward("{0}/rewards.py:god"), "has no 'god'; did you mean good?"),
     "reward fails to import": (nothing, reward("{0}/broken.py:f"), "No module named 'a_module_that_is_not_there'"),

@@ -305,7 +305,7 @@ def test_carried_groups_are_trained_once_by_a_run_with_smaller_ones(
     again.close()
     carried = {prompt.id for group in groups for prompt in PROMPTS.take(group.place, 1, 3)}
     assert set(trained.values()) == {1} and all((prompt, n) in trained for prompt in carried for n in range(GROUP))
-    assert "begin anew" not in capsys.readouterr().err  # each of them had begun
+    assert "start again" not in capsys.readouterr().err  # each of them had begun
 
 
 def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Path) -> None:
@@ -513,7 +513,7 @@ def test_episodes_of_several_answers_begin_anew_after_a_kill(
     again.position = crew.position
     steps += [again.do() for _ in range(5)]
     again.close()
-    assert f"{unfinished} episodes that had not finished begin anew" in capsys.readouterr().err
+    assert f"{unfinished} unfinished episodes start again from their prompts" in capsys.readouterr().err
     ids = {place: t.response_ids for step in steps for place, t in step.own.items()}
     known = {place: t.response_ids for step in straight for place, t in step.own.items()}
     assert unfinished and all(ids[place] == known[place] for place in ids.keys() & known.keys())

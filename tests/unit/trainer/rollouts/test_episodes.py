@@ -114,7 +114,7 @@ def test_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reaso
 
 def test_a_rate_is_for_a_tool_that_there_is(code: Path) -> None:
     plan(tools=[f"{code}:add"], tool_rates={"add": 5})
-    with pytest.raises(UserError, match="rollout.tool_rates: there is no tool 'sub'; there is add"):
+    with pytest.raises(UserError, match="rollout.tool_rates: there is no tool 'sub'; the tools are: add"):
         plan(tools=[f"{code}:add"], tool_rates={"sub": 5})
     with pytest.raises(UserError, match="rollout.tool_rates: there is no tool 'sub'"):
         plan(environment=f"{code}:Game", tool_rates={"move": 2, "sub": 5})

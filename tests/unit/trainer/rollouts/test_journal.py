@@ -82,7 +82,7 @@ def test_what_was_sampled_before_a_death_is_learned_from_again(
     assert sampled == each * 3 // 5 and files(own) == {1, 2, 3}
     again, sampled = run(own, 5, ranks)
     assert sampled == each * 2 // 5 and again == straight and first == straight[:3]
-    assert "the answers of 3 steps were kept; sampling goes on in step 4" in capsys.readouterr().err
+    assert "reused the kept answers of 3 steps; sampling continues in step 4" in capsys.readouterr().err
 
 
 def other_key(own: TrainConfig) -> TrainConfig:

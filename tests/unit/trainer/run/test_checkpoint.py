@@ -206,7 +206,7 @@ def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_9"]
     lines = capsys.readouterr().err.splitlines()
     removed = [tmp_path / name for name in ("step_10", "step_11.tmp")]
-    assert lines == [f"[hotbunk] removing {path}, which a run that was killed has left unfinished" for path in removed]
+    assert lines == [f"[hotbunk] removing {path}, which a killed run has left unfinished" for path in removed]
     checkpoint.remove_unfinished(tmp_path / "nowhere")
 
 
@@ -355,7 +355,7 @@ def test_the_small_files_are_plain_json(tmp_path: Path) -> None:
 def test_only_tensors_are_kept(tmp_path: Path) -> None:
     policy = TinyPolicy()
     policy.state_dict = lambda: {"model": {"rate": 0.1}}  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="policy.model.rate is a float; a checkpoint keeps tensors only"):
+    with pytest.raises(TypeError, match="policy.model.rate is a float, but a checkpoint can only contain tensors"):
         checkpoint.save(tmp_path, 1, {"policy": policy}, {})
 
 

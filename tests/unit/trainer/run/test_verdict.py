@@ -72,7 +72,7 @@ def test_the_sentence_has_the_change_its_scatter_and_both_evaluations() -> None:
     sentence, *_ = verdict(run(rewards, (0.31, 0.3)), RECIPE)
     assert sentence == (
         "This run has not learned: its mean reward went from 0.296 in the first third of 40 steps to 0.304 in the "
-        "last, where scatter alone makes ± 0.06; held-out accuracy went from 0.31 to 0.3"
+        "last, and scatter alone explains ± 0.06; held-out accuracy went from 0.31 to 0.3"
     )
     assert "held-out" not in verdict(run(rewards), RECIPE)[0]
     assert verdict(run(rewards, (0.31, 0.5)), RECIPE) == []  # it has, if not on what it was trained on
@@ -91,14 +91,14 @@ FLAT = noisy(0.5, 0.5)
 @pytest.mark.parametrize(
     ("rows", "cause"),
     [
-        (run(FLAT), "none of its figures says why"),
-        (run(FLAT, reward__errors=8.0), "25% of the answers were not judged, since reward functions failed"),
+        (run(FLAT), "no metric shows a cause"),
+        (run(FLAT, reward__errors=8.0), "25% of the answers have no reward, since reward functions failed"),
         (run([0.0] * 40, reward__std=0.0, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None), "reward, 0: "),
         (run(FLAT, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None), "in 40 of 40 steps no group had"),
-        (run(FLAT, length__truncated=0.9), "90% of the answers were cut off at their longest: raise sampling.max_"),
+        (run(FLAT, length__truncated=0.9), "90% of the answers were cut off at the length limit: raise sampling.max_"),
         (run(FLAT, skipped_steps=0.5), "20 of 40 updates were skipped"),
-        (run(FLAT, lr=1e-6), "about as far as Adam can move a weight, is 4e-05 (gradient norm 0.5)"),
-        (run(FLAT, lr=0.0), "about as far as Adam can move a weight, is 0 (gradient norm 0.5)"),
+        (run(FLAT, lr=1e-6), "roughly how far Adam can move a weight, is 4e-05 (gradient norm 0.5)"),
+        (run(FLAT, lr=0.0), "roughly how far Adam can move a weight, is 0 (gradient norm 0.5)"),
         (run(FLAT, grad_norm=0.0), "the gradient was 0 in every update"),
     ],
     ids=["nothing", "failures", "constant", "no variance", "cut off", "skipped", "small lr", "no lr", "no gradient"],
