@@ -1,4 +1,4 @@
-"""Two processes above each rank that wait for its end, and then end the processes it has left behind.
+"""Two processes above each rank, which wait for its end and then end the processes that it has left behind.
 
     launcher ── outer guardian ── inner guardian ── rank ── engine, workers, and whatever these start
 
@@ -8,14 +8,14 @@ child, and the rank continues as that one's child. Both run this file as
     python -I -S guardian.py CHILD PARENT FOLDER NAME
 
 with the number of the process below, of the one above (0: any), the rank's private folder, and a name for messages.
-Each hands signals on to its child and ends with its child's exit code or signal, so that the launcher sees the rank.
+Each guardian forwards signals to its child and ends with its child's exit code or signal, which the launcher then sees.
 
 Both are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find all
-of them, whatever session, process group or environment these have made for themselves, and know when none is left. If
-the inner guardian is killed, the kernel kills the rank, and the outer one cleans up; if the outer one is killed, the
-inner one kills the rank and cleans up.
+descendants, whatever their session, process group or environment, and know when none is left. If the inner guardian is
+killed, the kernel kills the rank, and the outer guardian cleans up. If the outer guardian is killed, the inner one
+kills the rank and cleans up.
 
-The standard library only: this starts in some 30 ms, while the rank is still importing torch.
+This file uses the standard library only, so that it starts in 30 ms, while the rank is still importing torch.
 """
 
 import fcntl
@@ -30,12 +30,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 HANDED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-PARENT_GONE = signal.SIGUSR1  # what the kernel sends the inner guardian at the outer one's death
+PARENT_GONE = signal.SIGUSR1  # sent by the kernel to the inner guardian when the outer one dies
 WAITED_FOR = HANDED_ON | {signal.SIGCHLD, PARENT_GONE}
-LOOK_SECONDS = 1.0  # between looks at the rank's shared memory
-POLITE_SECONDS = 2.0  # between SIGTERM and SIGKILL: vLLM and W&B's service tidy up in less
-TRACKER_SECONDS = 5.0  # for multiprocessing's resource tracker, which ends by itself once its users are gone
-GIVE_UP_SECONDS = 60.0  # a process that cannot be killed (stuck in the kernel) must not keep the guardian
+LOOK_SECONDS = 1.0  # between checks of the rank's shared memory
+POLITE_SECONDS = 2.0  # between SIGTERM and SIGKILL; vLLM and W&B's service clean up in less
+TRACKER_SECONDS = 5.0  # for multiprocessing's resource tracker, which ends by itself once its users have ended
+GIVE_UP_SECONDS = 60.0  # the guardian then ends even if a process cannot be killed, as it is stuck in the kernel
 LOCK = "lock"  # in the rank's folder: held by the rank and its guardians
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -44,7 +44,7 @@ MADE_UP = re.compile(r"psm_[0-9a-f]{8}|torch_\d+_\d+_\d+|sem\.mp-\w{8}|vllm_dist
 
 
 def main() -> None:
-    """Wait for the child to end, however it does, then end all other descendants and remove the rank's folder."""
+    """Waits until the child ends, then ends all other descendants and removes the rank's folder."""
     child, parent, folder, name = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop one process of many
@@ -58,14 +58,14 @@ def main() -> None:
 
 
 def watch(child: int, parent: int, folder: Path) -> int:
-    """Hand signals on until `child` has ended; returns its status. Without `parent` the child is killed."""
+    """Forwards signals until `child` has ended, and returns its status. Kills the child if `parent` has ended."""
     looks: dict[str, int] = {}
     while (status := reap(child)) is None:
         if parent:
             note_shared_memory(folder, looks)
             if os.getppid() != parent:
                 os.kill(child, signal.SIGKILL)
-        # The child is not reaped before `reap` has said so: its number is still its own.
+        # Only `reap` reaps the child, so its number cannot belong to another process yet.
         came = signal.sigtimedwait(WAITED_FOR, LOOK_SECONDS)
         if came is not None and came.si_signo in HANDED_ON:
             os.kill(child, came.si_signo)
@@ -73,7 +73,7 @@ def watch(child: int, parent: int, folder: Path) -> int:
 
 
 def reap(child: int) -> int | None:
-    """Take note of the children that have ended; the status of `child` if it is one of them."""
+    """Reaps all children that have ended, and returns the status of `child` if it is one of them."""
     status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -83,35 +83,38 @@ def reap(child: int) -> int | None:
 
 
 def end_all() -> set[str]:
-    """Ask all descendants to end, then kill until none is left. Returns the names of those that were signalled."""
-    start = others = time.monotonic()
+    """Asks all descendants to end, then kills them until none is left. Returns the names of the signalled ones."""
+    start = last_company = time.monotonic()  # `last_company`: when more than one descendant was last seen
     asked: dict[int, str] = {}
     while (age := time.monotonic() - start) < GIVE_UP_SECONDS:
-        found = descendants()
-        if len(found) > 1:
-            others = time.monotonic()  # when the last of them was seen
-        for pid, parent in found.items():
-            number = signal_for(pid, age, asked=pid in asked, alone=time.monotonic() - others)
+        alive = descendants()
+        if len(alive) > 1:
+            last_company = time.monotonic()
+        for pid, parent in alive.items():
+            number = signal_for(pid, age, asked=pid in asked, alone=time.monotonic() - last_company)
             if number is not None:
                 asked[pid] = f"{read(f'/proc/{pid}/comm').decode(errors='replace').strip()} ({pid})"
                 send(pid, parent, number)
-        try:  # orphans are our children by now, so without children there are no descendants
+        try:  # orphans have become children of this process, so without children there are no descendants
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             break
-        # Wake up when a child ends; others may have appeared, so look again soon in any case.
+        # Wake up when a child ends, and soon in any case, since new processes may have appeared.
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)
     return set(asked.values())
 
 
 def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Signals | None:
-    """The signal for a process `age` seconds after the rank's end, `alone` of them as the last; None: not yet."""
+    """Returns the signal for a process `age` seconds after the rank's end; None if it gets none yet.
+
+    `alone` is the number of seconds for which it has been the only descendant.
+    """
     command = read(f"/proc/{pid}/cmdline")
-    if not command and age <= POLITE_SECONDS:  # it is about to end by itself: its memory is gone, and with it that line
+    if not command and age <= POLITE_SECONDS:  # its memory is gone, so it is about to end by itself
         return None
     if b"multiprocessing.resource_tracker" in command:
-        # It removes the shared memory that its users leaked, but only if it outlives them.
+        # The tracker removes shared memory that its users have leaked, but only if it outlives them.
         return signal.SIGKILL if alone > TRACKER_SECONDS else None
     if age > POLITE_SECONDS:
         return signal.SIGKILL
@@ -119,29 +122,29 @@ def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Sig
 
 
 def descendants() -> dict[int, int]:
-    """The living processes below this one: number -> the parent's number. Zombies are left out."""
+    """Returns the living processes below this one, without zombies, as {number: parent's number}."""
     parents = {int(entry): parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
-    found, unseen = dict[int, int](), [os.getpid()]
+    living, unseen = dict[int, int](), [os.getpid()]
     while unseen:
         parent = unseen.pop()
         below = children.get(parent, [])
-        found |= dict.fromkeys(below, parent)
+        living |= dict.fromkeys(below, parent)
         unseen += below
-    return found
+    return living
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a living process; -1 when it has ended."""
-    # After the command's closing parenthesis come state and parent.
+    """Returns the parent of a living process; -1 if the process has ended."""
+    # State and parent follow the command's closing parenthesis.
     fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return int(fields[1]) if fields and fields[0] not in (b"Z", b"X") else -1
 
 
 def read(path: str) -> bytes:
-    """The file's bytes; empty if the process has ended or belongs to another user."""
+    """Returns a file's bytes; empty if its process has ended or belongs to another user."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -149,7 +152,7 @@ def read(path: str) -> bytes:
 
 
 def send(pid: int, parent: int, number: int) -> None:
-    """Signal a descendant: never another process that has been given the same number since."""
+    """Signals a descendant, but not another process that has got the same number since."""
     with suppress(ProcessLookupError, PermissionError):
         handle = os.pidfd_open(pid)
         try:
@@ -160,10 +163,10 @@ def send(pid: int, parent: int, number: int) -> None:
 
 
 def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
-    """Link from the folder to shared memory that descendants use, for `remove`, here or in a later run.
+    """Creates links in the folder to shared memory of descendants, for `remove`, here or in a later run.
 
-    Python's resource tracker removes what it knows of, if it is not killed as well. Of what vLLM's tensor-parallel
-    workers share on CPU, no tracker knows. `looks` says how often each name has been examined.
+    Python's resource tracker removes the shared memory it knows, unless it is killed as well. It does not know the
+    memory that vLLM's tensor-parallel workers share on CPU. `looks` counts how often each name has been examined.
     """
     new = [name for name in os.listdir(SHARED_MEMORY) if MADE_UP.fullmatch(name) and looks.get(name, 0) < 3]
     if not new:
@@ -172,14 +175,14 @@ def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
     lines = b"".join(read(f"/proc/{pid}/maps") for pid in descendants()).splitlines()
     mapped = {int(line.split()[4]) for line in lines if bytes(SHARED_MEMORY) in line}
     for name in new:
-        looks[name] = looks.get(name, 0) + 1  # whose process has yet to map it is looked at again
-        with suppress(OSError):  # it is gone, or known, or the folder is gone
+        looks[name] = looks.get(name, 0) + 1  # examined again, in case its process has not mapped it yet
+        with suppress(OSError):  # the memory or the folder is gone, or the link exists
             if (SHARED_MEMORY / name).stat().st_ino in mapped:
                 (folder / f"remove-{name}").symlink_to(SHARED_MEMORY / name)
 
 
 def remove(folder: Path) -> None:
-    """Delete the folder and the files that are linked to from it."""
+    """Deletes the folder and the files to which its links point."""
     for link in folder.glob("remove-*"):
         with suppress(OSError):
             Path(os.readlink(link)).unlink(missing_ok=True)
@@ -187,20 +190,20 @@ def remove(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a new private folder; returns the descriptor, which whoever inherits it holds the lock with."""
-    fresh = folder / f"{LOCK}.new"  # renamed when it is locked: `sweep` looks at folders with a lock only
+    """Locks a new private folder, and returns the descriptor; processes that inherit it hold the lock."""
+    fresh = folder / f"{LOCK}.new"  # renamed when it is locked, since `sweep` examines folders with a lock only
     descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # a file system without locks: never swept
+    with suppress(OSError):  # on a file system without locks the folder is never swept
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fresh.rename(folder / LOCK)
     return descriptor
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove folders of this user's ended runs from `parent`, those whose lock is not held. Returns them."""
+    """Removes folders of this user's ended runs, whose locks are not held, from `parent`. Returns their paths."""
     swept = []
     for path in sorted(parent.glob("hotbunk-*")):
-        with suppress(OSError), ExitStack() as opened:  # an OSError: it is a link, without a lock, or in use
+        with suppress(OSError), ExitStack() as opened:  # the folder is a link, has no lock, or is in use
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             opened.callback(os.close, folder)
             if os.fstat(folder).st_uid == os.geteuid():
@@ -213,10 +216,10 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def end_as(status: int) -> None:
-    """End this process as the one with this status did."""
+    """Ends this process in the same way as the process that had this status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # avoids a second core dump
         with suppress(OSError):  # SIGKILL and SIGSTOP have no handlers
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})

@@ -1,6 +1,6 @@
-"""Seconds, memory and operations of each phase of a step, and its name for the watchdog, all from one `with`.
+"""Measures the time, memory and operations of each phase of a step, and records profiles of some steps.
 
-And a trace of some steps of rank 0: its calls of torch, its kernels, and the phases they are in.
+A profile has rank 0's torch calls and kernels, and the phases they belong to.
 """
 
 import os
@@ -27,12 +27,12 @@ _GIB = 1024**3
 
 
 class PhaseMeter:
-    """Time and memory of each phase of a step. Phases have the step's deadline; the watchdog names a late one."""
+    """Measures time and memory of each phase of a step, and sets the phase's deadline in the watchdog."""
 
     def __init__(
         self, config: TrainConfig, device: torch.device, leader: Leader | None, watchdog: Watchdog, *works: Work
     ) -> None:
-        """`works` are those of the models whose operations are counted."""
+        """`works` are the counters of the models whose operations are measured."""
         half = device.type == "cuda" and config.policy.dtype == "bfloat16"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if half else None
         self._works = works
@@ -47,7 +47,7 @@ class PhaseMeter:
 
     @contextmanager
     def phase(self, name: str, waits_for: Callable[[], str] = str) -> Iterator[None]:
-        """The block is phase `name`; several blocks of one name add up. `waits_for`: see `Watchdog.phase`."""
+        """Measures the block as phase `name`; blocks with one name add up. For `waits_for` see `Watchdog.phase`."""
         began, before = time.perf_counter(), self._work_done()
         with self._watchdog.phase(name, self._deadline, waits_for), self._memory.phase(name), record_function(name):
             yield
@@ -56,23 +56,23 @@ class PhaseMeter:
             self._computed += self._work_done() - before
 
     def note_engine_memory(self, state: str) -> None:
-        """Measure the workers' memory now, under the name of the engine's state ("awake" or "asleep"). Collective."""
+        """Measures the engine workers' memory now, in the engine's state "awake" or "asleep". Collective."""
         with agreed("measuring the engine's memory"):
             if self._leader is not None:
                 used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
                 self._engine[state] = used / _GIB
 
     def note_shift(self, seconds: dict[str, float], offloaded: int) -> None:
-        """Count a generation shift's own seconds, and its bytes moved to the host; of several shifts the most count."""
+        """Adds the seconds of a generation shift by phase, and keeps the largest number of bytes moved to the host."""
         for name, value in seconds.items():
             self._seconds[name] += value
         self._offloaded = max(self._offloaded, offloaded / _GIB)
 
     def take(self) -> dict[str, float]:
-        """time/<phase> in seconds and memory/… in GiB since the last call, of the rank with the most. Collective.
+        """Returns time/<phase> (s) and memory/… (GiB) since the last call, as maxima over ranks. Collective.
 
-        Of updates, in the time of the slowest rank, also throughput/update_tokens_per_s_per_device, prompts included,
-        and throughput/mfu, the share of the devices' peak (`trainer.model_structure`), where that is known.
+        For updates it adds throughput/update_tokens_per_s_per_device, which includes prompts, and throughput/mfu, the
+        share of the devices' peak (see `trainer.model_structure`), if that is known. Both use the slowest rank's time.
         """
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
         metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in ("awake", "asleep")}
@@ -88,15 +88,15 @@ class PhaseMeter:
         return metrics
 
     def _work_done(self) -> npt.NDArray[np.float64]:
-        """Tokens learned from and operations on this rank so far, of all models."""
+        """Returns the trained tokens and the operations of all models on this rank so far."""
         return np.sum([[0.0, 0.0], *([work.tokens, work.flops] for work in self._works)], axis=0)
 
 
 class MemoryMeter:
-    """Peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
+    """Measures peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
 
-    On CUDA it is the peak of torch's reserved memory. On CPU it is the peak resident size, which the kernel keeps count
-    of, so that no thread has to sample; memory that trainer and engine share counts on both sides.
+    On CUDA it is the peak of torch's reserved memory. On CPU it is the peak resident size, which the kernel records, so
+    that no thread has to sample; memory that trainer and engine share counts on both sides.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,12 +107,12 @@ class MemoryMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block as phase `name`; of several blocks of that name the largest counts."""
+        """Measures the block as phase `name`; of several blocks with one name the largest peak counts."""
         if self._device.type == "cuda":
             self._note_allocator()
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):  # some sandboxes refuse: then a peak is that of the process's life
+            with suppress(OSError):  # some sandboxes refuse; then the peak covers the life of the process
                 Path("/proc/self/clear_refs").write_bytes(b"5")
         try:
             yield
@@ -120,18 +120,18 @@ class MemoryMeter:
             if self._device.type == "cuda":
                 peak = torch.cuda.max_memory_reserved(self._device)
             else:
-                # psutil knows neither this peak nor shared memory apart from mapped files. The peak counts the pages of
-                # files too, those of libraries, which are shared; they hardly change within a phase.
+                # psutil reports neither this peak nor shared memory separately from mapped files. The peak includes
+                # the pages of files, mostly of shared libraries, which hardly change within a phase.
                 status = Path("/proc/self/status").read_text("utf-8", "replace")
                 sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", status))
                 peak = (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak / _GIB)
 
     def metrics(self) -> dict[str, float]:
-        """memory/trainer_gib_<phase> of every phase since the last call.
+        """Returns memory/trainer_gib_<phase> of every phase since the last call.
 
-        On CUDA, of torch's allocator since then, between phases, too: memory/peak_allocated_bytes,
-        memory/peak_reserved_bytes, and memory/alloc_retries, how often it had to give all its free blocks back first.
+        On CUDA it adds figures of torch's allocator since then, also between phases: memory/peak_allocated_bytes,
+        memory/peak_reserved_bytes, and memory/alloc_retries, the number of times it had to free cached blocks first.
         """
         metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
         if self._device.type == "cuda":
@@ -144,7 +144,7 @@ class MemoryMeter:
         return metrics
 
     def _note_allocator(self) -> None:
-        """Keep torch's peaks before they are reset."""
+        """Saves torch's peaks before they are reset."""
         statistics = torch.cuda.memory_stats(self._device)
         for name in ("allocated", "reserved"):
             key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
@@ -152,13 +152,13 @@ class MemoryMeter:
 
 
 class StepProfiler:
-    """Records steps `first` to `last`, and writes them to `folder`/steps_FIRST_LAST.json.gz.
+    """Profiles steps `first` to `last`, and writes a trace to `folder`/steps_FIRST_LAST.json.gz.
 
-    That opens in Perfetto (ui.perfetto.dev). Engines are other processes and not in it.
+    The trace opens in Perfetto (ui.perfetto.dev). It does not contain engines, which are other processes.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, device: torch.device, enabled: bool) -> None:
-        """`steps`: first and last, both included; None, or not `enabled`: it does nothing."""
+        """`steps` are the first and the last step, both included; with None, or if not `enabled`, it does nothing."""
         self._steps = steps if enabled else None
         self._folder = folder
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -166,7 +166,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block is step `number`. A run that begins between first and last records from there."""
+        """Profiles the block as step `number`. A run that resumes between first and last records from there."""
         if self._steps is None:
             yield
             return
@@ -181,7 +181,7 @@ class StepProfiler:
             self._profile.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"steps_{first}_{last}.json.gz"
-            unfinished = path.with_name(f"unfinished_{path.name}")  # torch.profiler compresses by the end of the name
+            unfinished = path.with_name(f"unfinished_{path.name}")  # torch.profiler compresses if the name ends in .gz
             self._profile.export_chrome_trace(str(unfinished))
             os.replace(unfinished, path)
             self._profile = None

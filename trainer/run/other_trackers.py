@@ -1,7 +1,7 @@
-"""A run's figures in other trackers than Weights & Biases (`tracking.also`), by those trackers' own libraries.
+"""Sends a run's metrics to trackers other than Weights & Biases (`tracking.also`), through their own libraries.
 
-All continue with a resumed run, each step once: TensorBoard is told from which step on earlier events are void, the
-others are asked for the last step that they have.
+In all of them a resumed run continues, with each step once: TensorBoard gets the step from which earlier events are
+void, and the others are asked for the last step that they have.
 """
 
 import os
@@ -13,31 +13,31 @@ from typing import Any
 
 from trainer.run.records import Rows, write_whole
 
-_PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100  # MLflow's own: characters of a value, and values in a request
+_PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100  # MLflow's limits: characters of a value, and values in a request
 
 
 class OtherTracker:
-    """One tracker's run, open. `last` is the last step that the tracker has."""
+    """An open run in one tracker. `last` is the last step that the tracker has."""
 
     last = -1
 
     def log(self, row: dict[str, float | None]) -> None:
-        """Bring a step's figures, train/step among them, unless it is there; those that are not finite are None."""
+        """Sends a step's metrics, including train/step, unless the tracker has the step. None is a non-finite value."""
         if (step := int(row["train/step"] or 0)) > self.last:
             self.send(step, {key: value for key, value in row.items() if value is not None})
             self.last = step
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """Bring a step's figures that are finite, train/step among them."""
+        """Sends a step's finite metrics, including train/step."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Bring everything to where it belongs."""
+        """Finishes the tracker's run, with everything sent."""
         raise NotImplementedError
 
 
 class TensorBoard(OtherTracker):
-    """Event files in the run's folder `tensorboard`: `tensorboard --logdir runs` shows all runs."""
+    """Writes event files to the run's folder `tensorboard`; `tensorboard --logdir runs` shows all runs."""
 
     def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
         """`earlier` are the rows of the steps that a resumed run has behind it."""
@@ -49,39 +49,38 @@ class TensorBoard(OtherTracker):
         self._writer: Any = SummaryWriter(str(place), purge_step=self.last + 1)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """See `OtherTracker`."""
+        """Writes a step's metrics as scalars."""
         for key, value in figures.items():
             if key != "train/step":
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """See `OtherTracker`."""
+        """Closes the event files."""
         self._writer.close()
 
 
 class MLflow(OtherTracker):
-    """A run at MLFLOW_TRACKING_URI, or in the database `mlflow.db` in the run's folder; its name there is kept."""
+    """Logs to a run at MLFLOW_TRACKING_URI, by default the database `mlflow.db` in the run's folder."""
 
     def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
         """`earlier` are the rows of the steps that a resumed run has behind it."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        # Absolute, as what is relative would be found from one folder only.
+        # An absolute path, since a relative one would be valid in one folder only.
         database = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or database)
         file = folder / "mlflow_id"
-        known = earlier and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8"))
-        if known:
+        if earlier and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8")):
             self._id = file.read_text("utf-8")
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "train/step")
-            self.last = max((each.step for each in history), default=-1)
+            self.last = max((metric.step for metric in history), default=-1)
         else:
-            found = self._client.get_experiment_by_name(project)
-            experiment = found.experiment_id if found else self._client.create_experiment(project)
-            self._id = self._client.create_run(experiment, run_name=name).info.run_id
+            experiment = self._client.get_experiment_by_name(project)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            self._id = self._client.create_run(experiment_id, run_name=name).info.run_id
             keys = {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
             params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in keys.items()]
             for start in range(0, len(params), _PARAMS_AT_A_TIME):
@@ -89,7 +88,7 @@ class MLflow(OtherTracker):
             write_whole(file, self._id)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """See `OtherTracker`."""
+        """Logs a step's metrics in one request."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -98,12 +97,12 @@ class MLflow(OtherTracker):
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
-        """See `OtherTracker`."""
+        """Marks the run as terminated."""
         self._client.set_terminated(self._id)
 
 
 class Trackio(OtherTracker):
-    """A run, by its name, in trackio's store on this machine, or where TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says."""
+    """Logs to trackio's store on this machine, or to the one that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names."""
 
     def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
         """`earlier` are the rows of the steps that a resumed run has behind it."""
@@ -112,14 +111,14 @@ class Trackio(OtherTracker):
         figures_alone = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         resume = "allow" if earlier else "never"
         self._run: Any = trackio.init(project, name=name, config=config, resume=resume, **figures_alone)
-        self.last = self._run._next_step - 1  # the last that the store has (trackio/run.py, 0.43)
+        self.last = self._run._next_step - 1  # the last step that the store has (trackio/run.py, 0.43)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """See `OtherTracker`."""
+        """Logs a step's metrics."""
         self._run.log({key: value for key, value in figures.items() if key != "train/step"}, step=step)
 
     def close(self) -> None:
-        """See `OtherTracker`."""
+        """Finishes the run."""
         self._run.finish()
 
 
@@ -128,4 +127,4 @@ OTHER_TRACKERS: dict[str, Callable[..., OtherTracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-"""By the names in tracking.also; called with the run's folder, configuration, earlier rows, name and project."""
+"""Trackers by name in tracking.also, called with the run's folder, configuration, earlier rows, name and project."""

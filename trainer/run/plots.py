@@ -1,4 +1,4 @@
-"""curves.png: a run at a glance, drawn from metrics.jsonl; and several runs side by side."""
+"""Draws curves.png, an overview of a run, from metrics.jsonl, and comparisons of several runs."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _PHASES = {
 
 
 def plot_curves(folder: Path) -> Path:
-    """Draw `folder`/curves.png from `folder`/metrics.jsonl and return its path. What was not measured is left out."""
+    """Draws `folder`/curves.png from `folder`/metrics.jsonl and returns its path. Missing metrics are left out."""
     rows = read_rows(folder / "metrics.jsonl")
     figure = Figure(figsize=(15, 8.6), dpi=110, layout="constrained", facecolor="white")
     panels = (_reward, _gap, _length, _entropy, _gradient, _seconds)
@@ -38,7 +38,7 @@ def plot_curves(folder: Path) -> Path:
 
 
 def compare(runs: Mapping[str, Rows], window: int = 5) -> Figure:
-    """Held-out accuracy and reward of several runs, by name; each reward is the mean of up to `window` steps so far."""
+    """Draws held-out accuracy and reward of several runs, by name; rewards are running means over `window` steps."""
     figure = Figure(figsize=(13, 5.4), dpi=110, layout="constrained", facecolor="white")
     held_out, training = figure.subplots(1, 2)
     held_out.set_title("held-out accuracy")
@@ -110,13 +110,13 @@ def _seconds(axes: Axes, rows: Rows) -> None:
 def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, marker: str | None = None) -> None:
     steps, values = series(rows, key)
     if steps:
-        # A single point would show no line.
-        shown = marker or ("o" if len(steps) == 1 else None)
-        axes.plot(steps, values, color=color, label=label, marker=shown, markersize=5, linewidth=1.8)
+        # A single point needs a marker, since it has no line.
+        symbol = marker or ("o" if len(steps) == 1 else None)
+        axes.plot(steps, values, color=color, label=label, marker=symbol, markersize=5, linewidth=1.8)
 
 
 def _second_axis(axes: Axes, rows: Rows, key: str, label: str, color: str) -> None:
-    """A metric of another unit, on the right; its line is in the panel's legend too."""
+    """Draws a metric with another unit on an axis on the right, with an entry in the panel's legend."""
     if not series(rows, key)[0]:
         return
     right = axes.twinx()

@@ -1,14 +1,14 @@
-"""Nothing outlives a run, however it ends.
+"""Ends all processes of a run, however the run ends.
 
-Three mechanisms, each for an ending the others cannot see:
+Three mechanisms cover endings that the others cannot see:
 
-- two guardians above the rank (`guardian.py`), for a rank that is killed, and for each other: vLLM's engine core has no
-  death pipe and would keep running;
-- a death signal from the kernel, for a torchrun launcher that is killed: its ranks would continue without it;
-- signal handlers with a deadline, for a rank that is asked to end while its main thread sits in a collective, where
-  Python runs no handler. SIGTERM may be given a grace period before that (`hold_signals`), in which the run can save.
+- Two guardians above the rank (`guardian.py`), in case the rank or a guardian is killed: vLLM's engine core would not
+  notice and would keep running.
+- A death signal from the kernel, in case the torchrun launcher is killed: its ranks would continue without it.
+- Signal handlers with a deadline, in case a rank is asked to end while its main thread is in a collective, where Python
+  runs no handler. SIGTERM may have a grace period before that (`hold_signals`), in which the run can save.
 
-Called before anything heavy is imported, so this module uses the standard library only.
+It is used before anything heavy is imported, so it imports the standard library only.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ from trainer.errors import Interrupted
 from trainer.run import guardian
 
 LAST_WORDS = "HOTBUNK_LAST_WORDS"
-"""Path of a file in the launcher's memory, for the reasons that ranks end. Every process of a run inherits it."""
+"""Environment variable with the path of a file in memory, to which ranks write the reasons for their ends."""
 
 _WORD_LIMIT = 600  # characters
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
-_BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107: up to 24 are our folder's name, 37 are vLLM's
+_BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
 _SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only a later signal is a second request
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -50,20 +50,20 @@ _said = False
 
 @dataclass
 class _Hold:
-    """The delay before some signals interrupt: `seconds`, if `worthwhile()` says that they will be of use."""
+    """The delay before some signals interrupt: `seconds`, or as long as `worthwhile()` is true."""
 
     seconds: float
     worthwhile: Callable[[], bool]
     numbers: frozenset[int]
-    came: int = signal.SIGTERM  # the one that began it
+    came: int = signal.SIGTERM  # the signal that began the delay
     over: bool = False
 
 
 def put_current_folder_last() -> None:
-    """Have `pkg.mod:Name` find the user's code in the current folder, whichever way this process was started.
+    """Puts the current folder at the end of sys.path, so that `pkg.mod:Name` finds the user's code.
 
-    It comes behind our own packages on sys.path, here and in spawned processes, which inherit that: a folder of the
-    user's may be named `generation`, too.
+    It comes after this project's packages, here and in spawned processes, since a folder of the user may also be named
+    `generation`.
     """
     ours, here = str(Path(__file__).parents[2]), os.getcwd()
     if sys.path[0] in ("", here) and here != ours:  # by python -m
@@ -72,17 +72,17 @@ def put_current_folder_last() -> None:
 
 
 def start_guardian(*kept: int) -> Path:
-    """Put two guardians above this process, and make its private folder. The first thing a rank does.
+    """Starts two guardians above this process, and creates and returns its private folder.
 
     The process that was started becomes the outer guardian, and the caller continues in its grandchild, in a session
-    of its own (see `guardian.py`). So call it before there are other threads, and before using CUDA. `kept` are
-    descriptors that the guardians hold open as long as they are there.
+    of its own (see `guardian.py`). So call it first in a rank, before there are other threads, and before using CUDA.
+    `kept` are descriptors that the guardians hold open until they end.
 
-    The folder (mode 0700) is for sockets, vLLM's too, and becomes the place for temporary files, here and in all
-    children: what they leave there goes with it. Those of dead runs are removed. Returns it.
+    The folder (mode 0700) is for sockets, including vLLM's, and for temporary files, here and in all children. It is
+    deleted with everything in it. Folders of dead runs are deleted now.
 
-    Until `install_signal_handlers` SIGINT ends the process at once, as SIGTERM does: there is nothing to save yet, and
-    a KeyboardInterrupt would wait for C++ that waits for other ranks, or be lost in an import or a fork.
+    Until `install_signal_handlers`, SIGINT ends the process at once, as SIGTERM does. There is nothing to save yet, and
+    a KeyboardInterrupt could be delayed by C++ code that waits for other ranks, or be lost in an import or a fork.
     """
     global _folder
     if _folder is not None:
@@ -90,7 +90,7 @@ def start_guardian(*kept: int) -> Path:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
-        launcher = os.environ.get("HOTBUNK_LAUNCHER")  # set by itself
+        launcher = os.environ.get("HOTBUNK_LAUNCHER")  # the launcher has set it
         die_with(os.getppid())
         if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
             os.kill(os.getpid(), signal.SIGKILL)
@@ -100,13 +100,16 @@ def start_guardian(*kept: int) -> Path:
     _folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{_rank()}-", dir=parent))
     _go_below_guardians(_folder, (guardian.lock_folder(_folder), *kept))
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = str(_folder)
-    if cache := _user_cache():  # without one, what is compiled is in the folder, and goes with it
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))  # serves later runs
+    if cache := _user_cache():  # otherwise compiled code is deleted with the private folder
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))  # for later runs
     return _folder
 
 
 def _user_cache() -> Path | None:
-    """The folder for what later runs load and execute, made with mode 0700; None where others might write there."""
+    """Returns the user's cache folder, created with mode 0700; None if other users could write to it.
+
+    Later runs load and execute code from it.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     folder = base / "hotbunk"
     try:
@@ -114,17 +117,17 @@ def _user_cache() -> Path | None:
         above, entry = base.stat(), folder.lstat()
     except (OSError, RuntimeError):  # nothing can be written there; no home
         return None
-    sticky = bool(above.st_mode & stat.S_ISVTX)  # nobody renames what others have made there
+    sticky = bool(above.st_mode & stat.S_ISVTX)  # users cannot rename entries of other users there
     safe = above.st_uid in (0, os.geteuid()) and (sticky or not above.st_mode & 0o022)
-    own = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.geteuid() and not entry.st_mode & 0o022
-    return folder.absolute() if safe and own else None
+    private = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.geteuid() and not entry.st_mode & 0o022
+    return folder.absolute() if safe and private else None
 
 
 def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
-    """Fork twice: this process becomes the outer guardian, its child the inner one; return in the child's child."""
+    """Forks twice: this process becomes the outer guardian, its child the inner one; returns in the grandchild."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Blocked signals wait for the guardians, which are exec'd and hand them on.
+    # Blocked signals stay pending until the guardians, which are exec'd, forward them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, guardian.WAITED_FOR)
     adopt_orphans()
     outer = os.getpid()
@@ -134,21 +137,21 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
     adopt_orphans()
     _prctl(_PR_SET_PDEATHSIG, guardian.PARENT_GONE)
     inner = os.getpid()
-    if own := os.fork():
-        _become_guardian(own, outer, folder, f"rank {_rank()}", kept)
+    if child := os.fork():
+        _become_guardian(child, outer, folder, f"rank {_rank()}", kept)
     os.setsid()
     die_with(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tuple[int, ...]) -> NoReturn:
-    """Become `guardian.py`, with no descriptors except standard error and those that are kept."""
+    """Becomes `guardian.py`, with no descriptors except standard error and those that are kept."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):
             os.dup2(null, descriptor)
         for descriptor in {int(entry) for entry in os.listdir("/proc/self/fd")} - {0, 1, 2}:
-            with suppress(OSError):  # that of the list itself
+            with suppress(OSError):  # the descriptor of the listing itself is closed
                 os.set_inheritable(descriptor, descriptor in kept)
         script = str(Path(__file__).with_name("guardian.py"))
         os.chdir("/")
@@ -158,14 +161,14 @@ def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tup
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone."""
+    """Has the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _ancestors() -> Iterator[int]:
-    """The processes above this one."""
+    """Yields the processes above this one."""
     pid = os.getppid()
     while pid > 0:
         yield pid
@@ -173,7 +176,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def adopt_orphans() -> None:
-    """From now on descendants that lose their parent become children of this process (PR_SET_CHILD_SUBREAPER)."""
+    """Makes descendants that lose their parent children of this process from now on (PR_SET_CHILD_SUBREAPER)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -183,38 +186,38 @@ def _prctl(option: int, value: int) -> None:
 
 
 def private_folder() -> Path:
-    """The folder that `start_guardian` made: mode 0700, short enough for sockets, gone when this process is."""
+    """Returns the folder that `start_guardian` created: mode 0700, short enough for sockets, deleted at the end."""
     if _folder is None:
         raise RuntimeError("there is no private folder before start_guardian()")
     return _folder
 
 
 def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRACE_SECONDS) -> None:
-    """From now on SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
+    """Makes SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
 
     A process that still exists after `grace_seconds`, or gets a second signal, exits with 128 + the signal's number.
-    `phase` returns the rank's current phase, for the message. Call it from the main thread.
+    `phase` returns the rank's current phase, for the message. Call this function from the main thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     announcing, announced, raised = threading.RLock(), threading.Event(), threading.Event()
 
     def announce(number: int) -> None:
-        # Main thread or enforcer, whichever is first; the other waits, since it may end the process afterwards.
+        # The main thread or the enforcer, whichever is first. The other waits, since it may end the process afterwards.
         if announcing.acquire(timeout=grace_seconds) and not announced.is_set():
             announced.set()
             text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
             leave_word("Interrupted", text)
             line = f"rank {_rank()}: {text}\n"
-            os.write(2, line.encode())  # not sys.stderr: the signal may have come while that was being written to
+            os.write(2, line.encode())  # not sys.stderr, which the signal may have interrupted in a write
         with suppress(RuntimeError):  # not acquired
             announcing.release()
 
     def handler(number: int, _frame: FrameType | None) -> None:
         announce(number)
         if _hold is not None and number in _hold.numbers and not _hold.over:
-            return  # `_enforce` sees to it
-        if not raised.is_set():  # a second exception would only cut the clean-up of the first one short
+            return  # `_enforce` handles the delay
+        if not raised.is_set():  # a second exception would interrupt the clean-up of the first one
             raised.set()
             raise Interrupted(number)
 
@@ -227,18 +230,18 @@ def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRA
 
 
 def hold_signals(seconds: float, worthwhile: Callable[[], bool], numbers: Collection[int] = (signal.SIGTERM,)) -> None:
-    """From now on signals of these `numbers` interrupt only after `seconds`: time to reach the end of a step and save.
+    """Delays signals of these `numbers` by `seconds` from now on, so that a step can be finished and saved.
 
-    They interrupt at once if `worthwhile()`, called on another thread, is false: torchrun sends the same signal to the
-    ranks that are left when one has died, and without it they finish nothing. All others, and a second signal,
-    interrupt at once, too.
+    They interrupt at once if `worthwhile()`, called on another thread, is false: when a rank has died, torchrun sends
+    the same signal to the remaining ranks, which cannot finish a step without it. Other signals, and a second signal,
+    also interrupt at once.
     """
     global _hold
     _hold = _Hold(seconds, worthwhile, frozenset(numbers))
 
 
 def interrupt_now() -> None:
-    """End a hold from the main thread, with `Interrupted`: what it was for is done."""
+    """Ends a delay from the main thread and raises `Interrupted`, once the run is saved."""
     number = int(signal.SIGTERM)
     if _hold is not None:
         _hold.over, number = True, _hold.came
@@ -246,7 +249,7 @@ def interrupt_now() -> None:
 
 
 def _forget_handlers() -> None:
-    """In a forked child: its signals are its own, and must not be reported through the parent's pipe."""
+    """Resets signal handlers in a forked child, whose signals must not be reported through the parent's pipe."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -270,7 +273,7 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
 
 
 def _wait_out(reader: int, hold: _Hold) -> int:
-    """Return when the hold is over or a second signal comes; the main thread is interrupted by the signal returned."""
+    """Waits until the delay is over or a second signal comes, interrupts the main thread, and returns the signal."""
     number, began = hold.came, time.monotonic()
     while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
@@ -279,12 +282,12 @@ def _wait_out(reader: int, hold: _Hold) -> int:
             break
     hold.over = True
     signal.pthread_kill(threading.main_thread().ident or 0, number)
-    _next_signal(reader, _SAME_REQUEST_SECONDS)  # that one has come through the pipe as well
+    _next_signal(reader, _SAME_REQUEST_SECONDS)  # takes the signal just sent out of the pipe
     return number
 
 
 def _next_signal(reader: int, timeout: float | None) -> int | None:
-    """The next of the handled signals that arrives within `timeout` seconds (None: for ever), or None."""
+    """Waits up to `timeout` seconds (None: for ever) for a handled signal, and returns its number, or None."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -296,9 +299,9 @@ def _next_signal(reader: int, timeout: float | None) -> int | None:
 
 
 def leave_word(kind: str, text: str) -> None:
-    """Tell the launcher, if there is one, why this rank ends, to print last; only its first word counts. Never raises.
+    """Tells the launcher, if there is one, why this rank ends; only the first call counts. Never raises.
 
-    `kind` is the name of the exception's class, which goes before the text unless that says it all.
+    `kind` is the name of the exception's class, which the launcher prints before the text if needed.
     """
     global _said
     path = os.environ.get(LAST_WORDS)
@@ -307,7 +310,7 @@ def leave_word(kind: str, text: str) -> None:
     _said = True
     text = " ".join(text.split())
     text = text if len(text) <= _WORD_LIMIT else f"{text[:_WORD_LIMIT]} …"
-    with suppress(OSError, ValueError):  # the launcher is gone, or it was not the launcher that set our number
+    with suppress(OSError, ValueError):  # the launcher is gone, or another program has set RANK
         line = json.dumps({"rank": int(os.environ.get("RANK", "")), "kind": kind, "text": text}) + "\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.write(descriptor, line.encode())  # in one piece, so that ranks do not mix
@@ -315,9 +318,9 @@ def leave_word(kind: str, text: str) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Call `main`, and end the process with the exit code it returns, or that its exception stands for.
+    """Calls `main`, and ends the process with the exit code that it returns or that its exception stands for.
 
-    A rank that merely raised would hang in the interpreter's shutdown, which joins child processes and threads.
+    A rank that only raised would hang in the interpreter's shutdown, which joins child processes and threads.
     """
     try:
         code = main()
@@ -333,9 +336,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, its output flushed, without the interpreter's own shutdown. The guardian does the rest."""
+    """Flushes output and ends this process without the interpreter's shutdown; the guardians clean up."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or no longer read
+        with suppress(OSError, ValueError):  # the stream is closed or no longer read
             stream.flush()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""A run on the screen: one aligned row a step, on a terminal and in a log alike, and a report at the end."""
+"""Prints a run's progress, with one aligned row for each step, on a terminal or in a log, and a report at the end."""
 
 import math
 import os
@@ -29,12 +29,12 @@ StepMetrics = dict[str, float]
 
 
 def _number(key: str, form: str) -> Callable[[StepMetrics], str]:
-    """Show one metric; nothing where the step does not have it."""
+    """Returns a function that formats one metric; "" if a step does not have it."""
     return lambda metrics: format(metrics[key], form) if key in metrics else ""
 
 
 def _seconds(*phases: str) -> Callable[[StepMetrics], str]:
-    """Show the sum of some phases' seconds; nothing where the step has none of them."""
+    """Returns a function that formats the sum of some phases' seconds; "" if a step has none of them."""
     keys = [f"time/{phase}" for phase in phases]
     return lambda metrics: f"{sum(metrics.get(key, 0.0) for key in keys):.2f}" if metrics.keys() & keys else ""
 
@@ -45,7 +45,7 @@ def _tokens_per_second(metrics: StepMetrics) -> str:
 
 
 def _memory(metrics: StepMetrics) -> str:
-    """In GiB: the trainer's peak, and the engine's largest and smallest over the phases: awake and asleep."""
+    """Formats memory in GiB: the trainer's peak, and the engine's size awake and asleep."""
     trainer, engine = (
         [value for key, value in metrics.items() if key.startswith(f"memory/{side}_gib")]
         for side in ("trainer", "engine")
@@ -55,7 +55,7 @@ def _memory(metrics: StepMetrics) -> str:
     return f"{left} | {right}" if trainer or engine else ""
 
 
-# Each column's title and width, how a step's metrics are shown in it, and its style.
+# The columns: title, width, a function that formats a step's metrics, and style.
 _COLUMNS: list[tuple[str, int, Callable[[StepMetrics], str], str]] = [
     ("reward", 8, _number("reward/mean", ".3f"), "bold"),
     ("eval", 7, _number("eval/accuracy", ".3f"), "bold green"),
@@ -63,7 +63,7 @@ _COLUMNS: list[tuple[str, int, Callable[[StepMetrics], str], str]] = [
     ("entropy", 9, _number("entropy", ".3f"), ""),
     ("length", 8, _number("length/mean", ".1f"), ""),
     ("cut", 6, _number("length/truncated", ".0%"), ""),
-    ("old", 6, _number("stale/share", ".0%"), ""),  # in the place of the one before, where answers are in slices
+    ("old", 6, _number("stale/share", ".0%"), ""),  # replaces the column before it if answers grow in slices
     ("tok/s", 8, _tokens_per_second, "cyan"),
     ("rollout s", 11, _seconds("rollout"), "dim"),
     ("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
@@ -78,26 +78,26 @@ def _columns(metrics: StepMetrics) -> list[tuple[str, int, Callable[[StepMetrics
 
 
 class Progress:
-    """Prints a run's progress on rank 0; on other ranks it takes everything and prints nothing."""
+    """Prints a run's progress on rank 0, and nothing on other ranks."""
 
     def __init__(self, total_steps: int, *, enabled: bool, console: Console | None = None) -> None:
         self._total = total_steps
         self._rows = 0
-        self._times: list[float] = []  # when the first and the latest row came
+        self._times: list[float] = []  # times of the first and the latest row
         self.console = console or make_console(enabled)
         self._phase: Callable[[], str] = str
-        self._doing, self._since = "", time.monotonic()  # the phase, and since when
+        self._doing, self._since = "", time.monotonic()  # the phase, and its beginning
 
     def note(self, text: str) -> None:
-        """A line between the rows: what is being loaded, saved, resumed."""
+        """Prints a line between the rows, about something that is loaded, saved or resumed."""
         self._since = time.monotonic()
         self.console.print(Text.assemble(("· ", "dim"), text))
 
     @contextmanager
     def follow(self, phase: Callable[[], str]) -> Iterator[None]:
-        """While the block runs, a terminal's last line says what `phase()` is and how long it has been; logs have none.
+        """Shows `phase()` and its duration on a terminal's last line while the block runs; a log has no such line.
 
-        Standard output stays as it is: a child forked by an engine must not inherit Rich's locks with it.
+        Standard output is not redirected, so that a child forked by an engine does not inherit Rich's locks.
         """
         if self.console.quiet or not self.console.is_terminal:
             yield
@@ -107,11 +107,11 @@ class Progress:
             get_renderable=self.line, console=self.console, refresh_per_second=2, transient=True,
             redirect_stdout=False, redirect_stderr=False,
         ):  # fmt: skip
-            self.console.show_cursor(True)  # which Live hides, and a run that ends at once would leave hidden
+            self.console.show_cursor(True)  # Live hides it, and a run that is killed could not show it again
             yield
 
     def step(self, step: int, metrics: StepMetrics) -> None:
-        """The row of a step; every so often the header again."""
+        """Prints a step's row, and the header before the first and after every `_ROWS_PER_HEADER` rows."""
         if self._rows % _ROWS_PER_HEADER == 0:
             header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")
             header.append("".join(f"{title:>{width}}" for title, width, _, _ in _columns(metrics)))
@@ -131,12 +131,12 @@ class Progress:
         self._print(row)
 
     def report(self, report: "Report") -> None:
-        """The end of the run."""
+        """Prints the report at the end of the run."""
         self.console.print()
         self.console.print(report.render())
 
     def line(self) -> Text:
-        """The line that says what the run is doing. Nothing in the first second: what is quick needs none."""
+        """Returns the line with the current phase and its duration, which is empty during the phase's first second."""
         name = self._phase()
         steady = re.sub(r"\d+ answers", "", name)
         if steady != self._doing:
@@ -151,21 +151,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Report:
-    """The last screen: how the run went and where everything is."""
+    """The report at the end of a run: its results, and where its files are."""
 
     steps: int
     seconds: float
-    before: float | None  # accuracy on held-out prompts, 0..1; None where it was not measured
-    after: float | None
-    rewards: list[float]  # mean reward of every step, for the little curve
+    before: float | None  # accuracy on held-out prompts in the first evaluation, 0 to 1; None if there was none
+    after: float | None  # the same in the latest evaluation
+    rewards: list[float]  # mean reward of every step
     answers: list[dict[str, Any]]  # sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown
     memory: dict[str, dict[str, float]]  # side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB
-    paths: dict[str, Path]  # what it is ("curves", "metrics") -> where; with a "model" (Hugging Face) one can chat
+    paths: dict[str, Path]  # paths by name: "curves", "metrics"; a "model" in Hugging Face format is for `generate`
     max_gap: float | None  # largest log-probability gap, trainer to engine, of all steps, nats; None: not measured
-    verdict: list[str] = field(default_factory=list)  # `trainer.run.verdict` of a run that has not learned
+    verdict: list[str] = field(default_factory=list)  # from `trainer.run.verdict`; empty if the run has learned
 
     def render(self) -> RenderableType:
-        """The panel."""
+        """Returns the report as a panel."""
         parts: list[RenderableType] = [self._figures(), Text()]
         if self.verdict:
             parts += [Text(self.verdict[0], "bold yellow"), *(Text(f"· {cause}") for cause in self.verdict[1:]), Text()]
@@ -173,8 +173,8 @@ class Report:
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
         commands = {"Look at it": f"report {self.paths['metrics'].parent}"} if "metrics" in self.paths else {}
         commands |= {"Chat with it": f"generate {self.paths['model']}"} if "model" in self.paths else {}
-        shown = {name: Text(f"{own_command()} {command}", "bold cyan") for name, command in commands.items()}
-        parts += [Text(), _pairs(shown)] if shown else []
+        texts = {name: Text(f"{own_command()} {command}", "bold cyan") for name, command in commands.items()}
+        parts += [Text(), _pairs(texts)] if texts else []
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
         style = "yellow" if self.verdict else "green"
         return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style=style, padding=(1, 2), width=WIDTH)
@@ -197,30 +197,30 @@ class Report:
 
 
 def own_command() -> str:
-    """`hotbunk` as it can be called from the current folder."""
+    """Returns the command with which `hotbunk` can be called from the current folder."""
     installed = Path(sys.prefix) / "bin" / "hotbunk"
     return "hotbunk" if shutil.which("hotbunk") or not installed.exists() else os.path.relpath(installed)
 
 
 def make_console(enabled: bool = True) -> Console:
-    """A console that prints the same columns everywhere: logs get the full width, terminals at most that."""
+    """Returns a console with a fixed width for logs and at most that width for terminals."""
     console = Console(quiet=not enabled, highlight=False)
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     return Console(quiet=not enabled, highlight=False, width=width)
 
 
 def duration(seconds: float) -> str:
-    """Like 42 s, 3 min 05 s or 2 h 07 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    """Formats a duration, such as 42 s, 3 min 05 s or 2 h 07 min."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02} s"
+    return f"{total // 3600} h {total % 3600 // 60:02} min"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as a curve of at most `width` characters, each the mean of a stretch; lowest to highest."""
+    """Draws values as a curve of at most `width` characters, each of which is the mean of a stretch of values."""
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
     stretches = [finite[index * len(finite) // count : (index + 1) * len(finite) // count] for index in range(count)]
@@ -231,11 +231,11 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def _answer(row: dict[str, Any]) -> RenderableType:
-    """A sampled answer; its text may hold anything, so nothing in it is taken for markup."""
+    """Renders a sampled answer, with nothing in its text interpreted as markup."""
     texts = []
     for key in ("prompt", "text"):
-        shown = "".join(c if c.isprintable() or c == "\n" else "�" for c in str(row.get(key, "")).strip())
-        texts.append(shown if len(shown) <= _ANSWER_LIMIT else shown[: _ANSWER_LIMIT - 1] + "…")
+        text = "".join(c if c.isprintable() or c == "\n" else "�" for c in str(row.get(key, "")).strip())
+        texts.append(text if len(text) <= _ANSWER_LIMIT else text[: _ANSWER_LIMIT - 1] + "…")
     reward = f"reward {row['reward']:.2f}" if "reward" in row else "answer"
     body = Text.assemble((texts[0], "dim"), "\n", (texts[1], "bold"))
     return Panel(body, title=reward, title_align="right", box=box.SQUARE, border_style="dim")

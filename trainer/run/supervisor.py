@@ -64,9 +64,9 @@ def marks(checkpoints: Path) -> list[str]:
 
 
 def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] | None = None) -> int:
-    """Run the command `launcher` until it succeeds, or must not be started again; returns the last exit code.
+    """Runs the command `launcher` until it succeeds or must not be restarted, and returns the last exit code.
 
-    It is started again at most `restarts` times, after `pause(failures in a row of the same step)` seconds.
+    It is restarted at most `restarts` times, after a pause of `pause(consecutive failures of the same step)` seconds.
     """
     pause = pause or (lambda failures: min(2.0**failures, _LONGEST_PAUSE))
     attempt = _Attempt()
@@ -90,41 +90,44 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
             return 128 + asked
         first = first if first.checkpoints else outcome
         if outcome.saved or (first.checkpoints and {*marks(Path(first.checkpoints))} - {*first.before}):
-            command = [*launcher, "--resume", "auto"]  # whatever the first attempt was told to resume from
+            command = [*launcher, "--resume", "auto"]  # replaces the checkpoint that the first attempt resumed from
     raise AssertionError("the last attempt has none left")
 
 
 def _why_not(code: int, outcome: Outcome, failures: int, where: str, left: int) -> str:
-    """The sentence that says why a failed run is not started again; empty where it is."""
+    """Returns the reason why a failed run is not started again; "" if it is."""
     if code in _ASKED:
         return "not started again: the run was asked to end"
     lasting = [kind for kind in outcome.kinds if kind in _LASTING]
     if code == 2 or lasting:
         what = lasting[0] if lasting else "a mistake in the recipe or the machine"
-        return f"not started again: {what} would come again"
+        return f"not started again: {what} would recur"
     if failures == _MOST_FAILURES:
         return f"not started again: {where} has failed {failures} times, the last time as {'; '.join(outcome.reasons)}"
     return "" if left else f"not started again: no restarts left, {where} failed last"
 
 
 class _Attempt:
-    """One launcher after the other. `asked` is the number of the signal that asked this process to end, or 0."""
+    """Runs one launcher at a time. `asked` is the number of the signal that asked this process to end, or 0."""
 
     def __init__(self) -> None:
         self.asked = 0
         self._child: subprocess.Popen[bytes] | None = None
 
     def hand_on(self, number: int, _: Any) -> None:
-        """Ask the launcher to end as we were asked to."""
+        """Records a signal and sends it to the launcher."""
         self.asked = number
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
 
     def run(self, command: list[str]) -> tuple[int, Outcome]:
-        """Start the command and wait for its end. In a session of its own: Ctrl-C reaches it through us alone, once."""
+        """Runs the command, and returns its exit code and its outcome.
+
+        The command has a session of its own, so that Ctrl-C reaches it only through this process, and only once.
+        """
         outcome, here = os.memfd_create("hotbunk-outcome"), os.getpid()
         environment = os.environ | {OUTCOME: f"/proc/{here}/fd/{outcome}"}
-        # One that comes before there is a child would be lost.
+        # A signal that comes before the child exists would be lost.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
         def begin() -> None:
@@ -137,11 +140,11 @@ class _Attempt:
             self._child.send_signal(self.asked)
         code = self._child.wait()
         with os.fdopen(outcome, "rb") as file:
-            told = file.read()
-        return code if code >= 0 else 128 - code, Outcome(**json.loads(told)) if told else Outcome()
+            report = file.read()
+        return code if code >= 0 else 128 - code, Outcome(**json.loads(report)) if report else Outcome()
 
     def sleep(self, seconds: float) -> int:
-        """Wait, unless a signal comes; gives its number, or 0."""
+        """Waits until the time is over or a signal comes; returns the signal's number, or 0."""
         deadline = time.monotonic() + seconds
         while not self.asked and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))

@@ -1,10 +1,10 @@
-"""The record of a run: metrics.jsonl, completions.jsonl, tokens.jsonl, summary.json, and copies in other trackers.
+"""Writes a run's records (metrics.jsonl, completions.jsonl, tokens.jsonl, summary.json) and copies them to trackers.
 
-One writer, one line and one W&B call a step. The files are the record: floats are written so that they read back
-bit-equal, and a resumed run first drops the lines behind its checkpoint, so that its file equals an uninterrupted
-one's. In W&B it continues as the same run with every step once: steps that W&B lacks are sent from the file, others are
-not sent again, since they cannot be overwritten. W&B lives on a thread of its own behind a bounded queue: it starts
-while the model loads, and whether it is missing, slow, broken or off the network, training does not notice.
+There is one writer, with one line and one W&B call for each step. The files are authoritative: floats are written so
+that they read back bit-equal, and a resumed run first drops the lines after its checkpoint, so that its files equal
+those of an uninterrupted run. In W&B a resumed run continues with every step once: steps that W&B lacks are sent from
+the files; others are not sent again, since W&B cannot overwrite them. W&B runs on a thread of its own behind a bounded
+queue and starts while the model loads, so it does not affect training if it is missing, slow, broken or offline.
 """
 
 import json
@@ -34,42 +34,47 @@ from trainer.run.other_trackers import OTHER_TRACKERS, OtherTracker
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
 _FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")
-_ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")  # of the table in W&B, besides step and reward
+_ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")  # columns of the W&B table, besides step and reward
 _TEXT_LIMIT = 4000  # characters of one answer in completions.jsonl
-_QUEUE_LIMIT = 1000  # steps that W&B may lag behind
-_FINISH_SECONDS = 60.0  # for W&B to upload the rest
-_GAP_STEPS = 5  # whose mean gap is compared
-_GAP_TIMES = 4.0  # as large as at first is grown
-_GAP_NOISE = 1e-4  # nats; a gap below is rounding, however it moves
+_QUEUE_LIMIT = 1000  # number of steps that W&B may lag behind
+_FINISH_SECONDS = 60.0  # time for W&B to upload the rest
+_GAP_STEPS = 5  # number of first and of latest steps whose mean gaps are compared
+_GAP_TIMES = 4.0  # the ratio from which the gap has grown
+_GAP_NOISE = 1e-4  # nats; a smaller gap is rounding
 
 
 class NullTracker:
-    """The tracker of every rank except 0: takes everything, writes nothing."""
+    """The tracker of all ranks except 0, which writes nothing."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record a step's metrics; once a step, in rising order."""
+        """Records a step's metrics, once for each step, in ascending order."""
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Record some of a step's answers."""
+        """Records some of a step's answers."""
 
     def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Record the figures of some answers' tokens."""
+        """Records the figures of some answers' tokens."""
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Add to the figures of the whole run."""
+        """Adds to the figures of the entire run."""
 
     def close(self) -> None:
-        """Finish. Safe to call twice."""
+        """Finishes the records. Safe to call twice."""
 
 
 class Tracker(NullTracker):
-    """Writes a run's folder, on rank 0."""
+    """The tracker of rank 0, which writes the records in the run's folder."""
 
     def __init__(
         self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"], patience: float
     ) -> None:
-        """`last` is the last step that the files hold; `copies` are those in other trackers; `patience`: seconds to
-        wait for room on a full disk.
+        """Opens the files.
+
+        Args:
+            last: the last step in the files.
+            completions_per_step: number of answers of a step to record.
+            copies: copies in other trackers.
+            patience: seconds to wait for space on a full disk.
         """
         self._patience = patience
         self._folder = folder
@@ -81,34 +86,34 @@ class Tracker(NullTracker):
         self._files = {name: (folder / name).open("ab", buffering=0) for name in _FILES}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's figures to disk and to the copies. Raises ValueError for a step that was logged before."""
+        """Writes one step's metrics to disk and to the copies. Raises ValueError for a step that was logged before."""
         if step <= self._last:
             raise ValueError(f"step {step} is logged after step {self._last}; each step is logged once, in order")
         self._check_folder()
         self._last = step
         row = {"train/step": step} | metrics
         line = json.dumps({key: _finite(value) for key, value in row.items()}) + "\n"
-        self._write_rest()  # all before a checkpoint says that the step is done
+        self._write_rest()  # before a checkpoint can include the step
         patiently(partial(_append, self._files["metrics.jsonl"], line), "metrics.jsonl", self._patience)
         for copy in self._copies:
             copy.put("log", row)
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write a step's first answers, as many as `tracking` asks for, long texts cut."""
-        # A small image is as it is, or it could not be decoded.
+        """Records a step's first answers, as many as the recipe asks for, with long texts cut."""
+        # Images are not cut, since they could not be decoded then.
         lines = [
             {"train/step": step} | _cut(row) | {key: row[key] for key in ("images",) if key in row}
             for row in rows[: self._completions_per_step]
         ]
-        said = [json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines]
-        self._unwritten["completions.jsonl"] += said
+        texts = [json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines]
+        self._unwritten["completions.jsonl"] += texts
         for copy in self._copies:
             copy.put("completions", {"train/step": step, "rows": lines})
 
     def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the rows of some answers' tokens."""
-        said = [json.dumps({"train/step": step} | row, ensure_ascii=False) + "\n" for row in rows]
-        self._unwritten["tokens.jsonl"] += said
+        """Records the rows of some answers' tokens."""
+        texts = [json.dumps({"train/step": step} | row, ensure_ascii=False) + "\n" for row in rows]
+        self._unwritten["tokens.jsonl"] += texts
 
     def _write_rest(self) -> None:
         for name, lines in self._unwritten.items():
@@ -118,7 +123,7 @@ class Tracker(NullTracker):
                 patiently(partial(_append, self._files[name], text), name, self._patience)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Add to summary.json, which is replaced as a whole."""
+        """Adds to summary.json, which is replaced atomically."""
         self._check_folder()
         self._summary |= {key: _finite(value) for key, value in values.items()}
         write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
@@ -126,7 +131,7 @@ class Tracker(NullTracker):
             copy.put("summary", values)
 
     def _check_folder(self) -> None:
-        """Raise UserError when the folder was deleted, moved or replaced meanwhile: what is written would be lost."""
+        """Raises UserError if the folder was deleted, moved or replaced, since further records would be lost."""
         path = self._folder / "metrics.jsonl"
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(self._files["metrics.jsonl"].fileno())):
@@ -138,7 +143,7 @@ class Tracker(NullTracker):
         )
 
     def close(self) -> None:
-        """Close the files and the copies."""
+        """Closes the files and the copies."""
         self._write_rest()
         for file in self._files.values():
             file.close()
@@ -147,26 +152,26 @@ class Tracker(NullTracker):
 
 
 class Copy:
-    """A copy elsewhere, on a thread of its own. The first failure ends it, with one warning."""
+    """A copy of the records in another tracker, on a thread of its own. Its first failure ends it, with one warning."""
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the tracker."""
+        """Starts the thread; `name` is the tracker's name."""
         self.name = name
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Wait, with a deadline, until the tracker has everything."""
+        """Waits, with a deadline, until the tracker has everything."""
         self.put("finish", {})
         self._thread.join(_FINISH_SECONDS)
         if self._thread.is_alive():
             self._warn(f"not finished after {_FINISH_SECONDS:.0f} s")
 
     def put(self, what: Literal["log", "completions", "summary", "finish"], values: dict[str, Any]) -> None:
-        """Copy a step's metrics, train/step included, or figures of the whole run; answers before their step's."""
+        """Copies a step's metrics with train/step, its answers before that, or figures of the entire run."""
         if self._thread.is_alive():
-            with suppress(queue.Full):  # a network that hangs; the files have it all
+            with suppress(queue.Full):  # the network hangs; the files have everything
                 self._queue.put_nowait((what, values))
 
     def _run(self) -> None:
@@ -176,7 +181,7 @@ class Copy:
             self._warn(f"{type(error).__name__}: {error}")
 
     def _work(self) -> None:
-        """Take what there is from the queue until it says `finish`."""
+        """Sends items from the queue to the tracker until the item `finish`."""
         raise NotImplementedError
 
     def _warn(self, reason: str) -> None:
@@ -187,7 +192,7 @@ class OtherCopy(Copy):
     """The copy in one of the trackers of `tracking.also`."""
 
     def __init__(self, name: str, start: Callable[[], OtherTracker], earlier: Rows) -> None:
-        """`start` makes the tracker of that name, on this copy's thread, and gives it `earlier` rows that it lacks."""
+        """`start` opens the tracker on this copy's thread, which sends it the `earlier` rows that it lacks."""
         self._start, self._earlier = start, earlier
         super().__init__(name)
 
@@ -202,21 +207,21 @@ class OtherCopy(Copy):
 
 
 class Alarms:
-    """What a run's figures should wake somebody for: a divergence, and a gap between trainer and engine that grows.
+    """Detects a divergence, and a growing gap between trainer and engine, in a run's metrics.
 
-    It sees every row of metrics.jsonl in order, and tells of each kind of trouble once.
+    It takes all rows of metrics.jsonl in order, and reports each kind of problem once.
     """
 
     def __init__(self, earlier: Rows) -> None:
-        """`earlier` are rows that have been looked at before."""
+        """`earlier` are rows whose problems have been reported."""
         self._first: list[float] = []
         self._latest: deque[float] = deque(maxlen=_GAP_STEPS)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         for row in earlier:
             list(self.heed(row))
 
     def heed(self, row: dict[str, float | None]) -> Iterator[tuple[str, str]]:
-        """A title and a sentence for each trouble that this row is the first to show."""
+        """Yields a title and a sentence for each problem that appears in this row for the first time."""
         step = row["train/step"]
         troubles = {}
         figures = {key: row[key] for key in ("loss", "grad_norm", "gap/mean") if key in row}
@@ -234,17 +239,17 @@ class Alarms:
                 troubles["The gap grows"] = (
                     f"step {step}: trainer and engine are {latest:.1e} nats apart on average, {first:.1e} at first"
                 )
-        yield from ((title, text) for title, text in troubles.items() if title not in self._told)
-        self._told |= troubles.keys()
+        yield from ((title, text) for title, text in troubles.items() if title not in self._reported)
+        self._reported |= troubles.keys()
 
 
 class WandbCopy(Copy):
-    """The copy in Weights & Biases: figures, some answers of each step, alerts, and the curves at the end."""
+    """The copy in Weights & Biases: metrics, some answers of each step, alerts, and the curves at the end."""
 
     def __init__(self, settings: dict[str, Any], earlier: Rows, answers: Rows) -> None:
-        """Continue or begin a run with these `settings`, keyword arguments of `wandb.init`.
+        """Continues or begins a run with these `settings`, keyword arguments of `wandb.init`.
 
-        `earlier` are the steps that a resumed run has behind it, in order, with their `answers`; W&B gets those that it
+        `earlier` are the rows of a resumed run's earlier steps, in order, with their `answers`; W&B gets those that it
         lacks.
         """
         self._settings = settings
@@ -261,8 +266,8 @@ class WandbCopy(Copy):
         for row in self._earlier:
             if row["train/step"] > last:
                 run.log(row | self._table(row["train/step"]))
-        # An upload of one folder replaces what another of the same run has brought (wandb#5865), and this folder
-        # begins with all steps: `wandb sync` is to leave the others out.
+        # Uploading one offline folder replaces the uploads of the run's other folders (wandb#5865). This folder begins
+        # with all steps, so `wandb sync` is made to skip the others.
         for file in replaced:
             file.with_suffix(".wandb.synced").touch()
         alarms = Alarms(self._earlier)
@@ -282,20 +287,20 @@ class WandbCopy(Copy):
                 if (curves := Path(self._settings["dir"]) / "curves.png").is_file():
                     run.log({"curves": sys.modules["wandb"].Image(str(curves))})
                 run.finish()
-                sys.modules["wandb"].teardown()  # ends its service process, too
+                sys.modules["wandb"].teardown()  # also ends its service process
                 return
 
     def _table(self, step: int) -> dict[str, Any]:
-        """The step's answers, under the name of the table; nothing where there are none."""
+        """Returns the step's answers as a table, under the table's name; {} if there are none."""
         if not (rows := self._answers.pop(step, [])):
             return {}
         data = [[step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")] for row in rows]
         columns, wandb = ["step", *_ANSWER_COLUMNS, "reward"], sys.modules["wandb"]
-        shown = [row.get("images") or [] for row in rows]
-        for n in range(max(map(len, shown))):
+        images = [row.get("images") or [] for row in rows]
+        for n in range(max(map(len, images))):
             columns.append(f"image {n + 1}")
-            for line, own in zip(data, shown, strict=True):
-                line.append(wandb.Image(Image.read(own[n]).open()) if n < len(own) else None)
+            for line, files in zip(data, images, strict=True):
+                line.append(wandb.Image(Image.read(files[n]).open()) if n < len(files) else None)
         return {"completions": wandb.Table(columns=columns, data=data)}
 
 
@@ -307,22 +312,22 @@ def make_tracker(
     resumed_from: int | None = None,
     patience: float = 0.0,
 ) -> NullTracker:
-    """This rank's tracker; only rank 0's writes.
+    """Opens this rank's tracker; only that of rank 0 writes.
 
-    `config` is the resolved configuration, for W&B and other trackers. `resumed_from` is the step of the
-    checkpoint that the run continues from; without it, files of an earlier run in the folder are begun anew.
+    `config` is the resolved configuration, for W&B and other trackers. `resumed_from` is the step of the checkpoint
+    that the run continues from; if it is None, existing files in the folder are replaced.
     """
     if not is_main():
         return NullTracker()
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
-    given = {"folder": folder, "config": config, "earlier": earlier, "name": name, "project": tracking.project}
-    copies: list[Copy] = [OtherCopy(each, partial(OTHER_TRACKERS[each], **given), earlier) for each in tracking.also]
+    arguments = {"folder": folder, "config": config, "earlier": earlier, "name": name, "project": tracking.project}
+    copies: list[Copy] = [OtherCopy(key, partial(OTHER_TRACKERS[key], **arguments), earlier) for key in tracking.also]
     if (mode := _resolve(tracking.wandb)) != "disabled":
         resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
         settings: dict[str, Any] = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
-        # The run's name in W&B's own records, kept beside its files; a run that starts over gets another.
+        # The run's id in W&B, kept beside its files; a run that starts over gets a new one.
         file = folder / "wandb_id"
         if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
             write_whole(file, secrets.token_hex(4))
@@ -332,7 +337,7 @@ def make_tracker(
 
 
 def _resolve(wanted: str) -> str:
-    """The mode for auto: WANDB_MODE's, else online where there is a login, else offline; it never asks the user."""
+    """Resolves the mode `auto`: WANDB_MODE, else online if there is a login, else offline. It never asks the user."""
     if wanted != "auto":
         return wanted
     if chosen := os.environ.get("WANDB_MODE"):
@@ -347,10 +352,12 @@ def _resolve(wanted: str) -> str:
 
 
 def _start(settings: dict[str, Any]) -> Any:
-    """Import W&B and begin a run of metrics only; offline where its server does not answer. The step is a metric like
-    others, since W&B's own counter only rises and drops rows that are behind it (https://docs.wandb.ai/models/track/log).
+    """Imports W&B and begins a run that records metrics only, offline if its server does not answer.
+
+    The step is an ordinary metric, since W&B's own counter drops rows that are behind it
+    (https://docs.wandb.ai/models/track/log).
     """
-    os.environ.setdefault("WANDB_SILENT", "true")  # the setting of this name comes too late for some of its lines
+    os.environ.setdefault("WANDB_SILENT", "true")  # the setting `silent` takes effect too late for some lines
     import wandb
 
     lean = wandb.Settings(
@@ -362,7 +369,7 @@ def _start(settings: dict[str, Any]) -> Any:
         if settings["mode"] == "offline":
             raise
         print(
-            f"[hotbunk] Weights & Biases is not to be had online ({shortened(' '.join(str(error).split()), 120)}): the "
+            f"[hotbunk] Weights & Biases cannot be used online ({shortened(' '.join(str(error).split()), 120)}): the "
             f"copy goes to {settings['dir']}/wandb, for `wandb sync` later",
             file=sys.stderr,
         )
@@ -374,8 +381,8 @@ def _start(settings: dict[str, Any]) -> Any:
 
 
 def _append(file: FileIO, text: str) -> None:
-    """Add all of it to the file, on disk, or nothing where that fails."""
-    # Half of a surrogate pair, which answers may hold, has no UTF-8: in JSON its escape means the same.
+    """Appends the text to the file and syncs it to disk; appends nothing if that fails."""
+    # Answers may contain lone surrogates, which UTF-8 cannot encode; in JSON their escapes mean the same.
     content, begin = text.encode(errors="backslashreplace"), os.fstat(file.fileno()).st_size
     try:
         while content:
@@ -388,7 +395,7 @@ def _append(file: FileIO, text: str) -> None:
 
 
 def _keep_until(path: Path, last: int) -> Rows:
-    """Leave the whole rows of steps up to `last` in the file, and nothing else; returns them."""
+    """Removes everything from a file except intact rows of steps up to `last`, and returns these rows."""
     kept = [(line, row) for line, row in whole_rows(path) if row["train/step"] <= last]
     if path.exists():
         write_whole(path, b"".join(line + b"\n" for line, _ in kept))
@@ -396,16 +403,16 @@ def _keep_until(path: Path, last: int) -> Rows:
 
 
 def _cut(value: Any) -> Any:
-    """Texts of more than so many characters without their ends, in lists and mappings too."""
+    """Returns a value with texts cut after `_TEXT_LIMIT` characters, also in lists and mappings."""
     if isinstance(value, dict):
-        return {key: _cut(each) for key, each in value.items()}
+        return {key: _cut(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_cut(each) for each in value]
+        return [_cut(entry) for entry in value]
     if isinstance(value, str) and len(value) > _TEXT_LIMIT:
         return f"{value[:_TEXT_LIMIT]} … ({len(value)} characters)"
     return value
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities have no spelling in JSON: null."""
+    """Returns the value, or None for NaN and infinities, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,22 +1,23 @@
-"""Every phase has a deadline; when one expires, the run ends and says where each rank was.
+"""Ends a run when a phase exceeds its deadline, and reports the phases and stacks of all ranks.
 
-One daemon thread a rank looks at the rank's own deadlines, and at the store the ranks share, on its own connection. The
-rank whose phase takes too long raises the alarm there; within a second every rank prints its phase and all its threads'
-stacks, and exits. It does not depend on collectives, which is what a hung rank hangs in.
+A daemon thread on each rank checks the rank's deadlines, and the ranks' store on a connection of its own. If a phase
+takes too long, its rank raises an alarm in the store; within a second all ranks print their phases and the stacks of
+their threads, and exit. This does not depend on collectives, in which a hung rank usually hangs.
 
-Each rank listens to the beat of the next one, so that one whose process or machine is gone is noticed even when no rank
-gets an error: on several nodes each launcher sees its own ranks only, and a kernel that waits for a peer keeps waiting.
+Each rank checks the heartbeat of the next rank, so that a rank whose process or machine is gone is noticed even if no
+rank gets an error: on several nodes each launcher sees only its own ranks, and a kernel that waits for a peer keeps
+waiting.
 
-A machine that has lost its power closes no connection, and a call to the store that it held would not return for many
-minutes. A second thread counts for how long one has not; it does so on the other machines alone, as a launcher on this
-one may just be stopped (Ctrl-Z).
+A machine that loses power closes no connection, so a call to a store on that machine would not return for many minutes.
+A second thread measures how long a call has been waiting. It runs on the other machines only, since a launcher on the
+same machine may just be stopped (Ctrl-Z).
 
-A rank that is asked to end informs the others in the same way, and learns whether they are alive (`call_all`).
+A rank that is asked to end informs the other ranks through the store, and learns if they are alive (`call_all`).
 
-What is raised in a phase gets a note that names the innermost phase and the device, for the traceback and the launcher.
+An exception in a phase gets a note that names the innermost phase and the device, for the traceback and the launcher.
 
-A Python thread cannot run while C code keeps the interpreter's lock. For that, the same deadline plus a margin is set
-in `faulthandler`, whose timer runs without the interpreter.
+A Python thread cannot run while C code holds the interpreter's lock. For that case, the deadline plus a margin is also
+set in `faulthandler`, whose timer runs without the interpreter.
 """
 
 import faulthandler
@@ -37,31 +38,33 @@ import torch.distributed as dist
 from sharding.ranks import RemoteError
 from trainer.run.processes import leave_word
 
-EXIT_CODE = 124  # what timeout(1) exits with
+EXIT_CODE = 124  # the exit code of timeout(1)
 _POLL_SECONDS = 0.5
-_LAST_WORDS_SECONDS = 3.0  # how long the ranks wait for each other's stacks before they exit
-_STORE_GONE_SECONDS = 5.0  # how long the main thread has to end by itself when the store has gone
-_STORE_SILENT_SECONDS = 25.0  # without an answer, of one that another machine holds
+_LAST_WORDS_SECONDS = 3.0  # the time for which ranks wait for each other's stacks before they exit
+_STORE_GONE_SECONDS = 5.0  # the time the main thread has to end by itself after the store is gone
+_STORE_SILENT_SECONDS = 25.0  # without an answer from a store on another machine
 _HELD_LOCK_MARGIN_SECONDS = 30.0
 _ALARM = "watchdog/alarm"
 _WHY = "watchdog/why"
 _CALL = "watchdog/call"
 _BEAT_SECONDS = 5.0
-_SILENT_SECONDS = 120.0  # without a beat: longer than C code keeps the interpreter's lock, or a rank is stopped
-_CALL_SECONDS = 3.0  # in which every living rank answers: some polls
-_STDERR = 2  # the descriptor: sys.stderr may be replaced by something without one
+_SILENT_SECONDS = 120.0  # without a beat; longer than C code holds the interpreter's lock or a rank is stopped
+_CALL_SECONDS = 3.0  # several polls, in which every living rank answers
+_STDERR = 2  # a descriptor, since sys.stderr may have been replaced by an object without one
 
 
 @dataclass(frozen=True)
 class _Phase:
+    """A phase of a rank, with its deadline."""
+
     name: str
-    since: float  # time.monotonic()
-    deadline: float  # seconds it may take
+    since: float  # time.monotonic() at its beginning
+    deadline: float  # seconds that it may take
     waits_for: Callable[[], str]
 
     @property
     def title(self) -> str:
-        """Its name, and what it waits for now."""
+        """The phase's name, and what it is waiting for now."""
         return ", ".join(filter(None, (self.name, self.waits_for())))
 
     def __str__(self) -> str:
@@ -69,9 +72,10 @@ class _Phase:
 
 
 class Watchdog:
-    """Watches this rank's phases, and through a clone of `store` all ranks'. Close it before the process group.
+    """Watches this rank's phases and, through a clone of `store`, those of all ranks.
 
-    `far`: another machine holds the store. `exit_process` is called last; a test passes its own. `device`: this rank's.
+    Close it before the process group. `far` says that the store is on another machine; `device` is this rank's device.
+    `exit_process` ends the process; tests replace it.
     """
 
     def __init__(
@@ -89,14 +93,14 @@ class Watchdog:
         self._exit = exit_process
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # absent from torch's stubs
         self._store.set_timeout(timedelta(seconds=10))
-        self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed: the thread needs no lock
+        self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed, so the thread needs no lock
         self._posted: tuple[str, float] | None = None
-        self.called_at: float | None = None  # time.monotonic() when this rank heard that one was asked to end
+        self.called_at: float | None = None  # time.monotonic() when this rank learned that a rank was asked to end
         self._next = (rank + 1) % world_size
-        self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many of our own there were since
+        self._heard, self._missed = b"", 0  # the next rank's latest beat, and the number of own beats since
         self._beat_at = time.monotonic()
         self._closed = threading.Event()
-        self._answers = 0  # rounds of questions to the store that have been answered
+        self._answers = 0  # number of polls that the store has answered
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         if far:
@@ -104,9 +108,10 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, seconds: float, waits_for: Callable[[], str] = str) -> Iterator[None]:
-        """The block is phase `name` and may take `seconds`. Phases nest, each with its deadline. Main thread only.
+        """Runs the block as phase `name`, which may take `seconds`. Phases nest, with separate deadlines.
 
-        `waits_for` tells, on the watchdog's thread, what the block waits for at the moment; empty: nothing to tell.
+        Main thread only. `waits_for` is called on the watchdog's thread, and returns what the block is waiting for; ""
+        if that is not known.
         """
         outer = self._phases
         self._phases = (*outer, _Phase(name, time.monotonic(), seconds, waits_for))
@@ -123,7 +128,7 @@ class Watchdog:
 
     @contextmanager
     def aside(self, name: str, seconds: float) -> Iterator[None]:
-        """As `phase`, for what the phases around it were not given time for: their deadlines wait meanwhile."""
+        """Runs the block as a phase whose time does not count for the phases around it."""
         outer, began = self._phases, time.monotonic()
         self._phases = ()
         try:
@@ -135,15 +140,15 @@ class Watchdog:
             self._arm()
 
     def current_phase(self) -> str:
-        """This rank's open phases, outermost first: "step > rollout"; "start-up" before the first phase."""
+        """Returns this rank's open phases, outermost first: "step > rollout"; "start-up" before the first phase."""
         return " > ".join(phase.name for phase in self._phases) or "start-up"
 
     def called_for(self) -> float:
-        """Seconds since this rank heard that one was asked to end; 0 before."""
+        """Returns the seconds since this rank learned that a rank was asked to end; 0 before that."""
         return 0.0 if self.called_at is None else time.monotonic() - self.called_at
 
     def call_all(self) -> bool:
-        """Tell all ranks that this one is asked to end. Returns whether all of them answer. For any thread."""
+        """Tells all ranks that this rank was asked to end; returns True if all answer. Any thread may call it."""
         store: dist.Store = self._store.clone()  # type: ignore[attr-defined]
         try:
             store.set(_CALL, "")
@@ -153,7 +158,7 @@ class Watchdog:
         return True
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stops watching."""
         self._closed.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -164,11 +169,11 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
         if kind is None:
-            with suppress(RuntimeError):  # the store is gone, and so are the others
+            with suppress(RuntimeError):  # the store is gone, so the other ranks have ended
                 self._store.set(f"watchdog/beat/{self._rank}", "closed")
 
     def _arm(self) -> None:
-        """Set the timer that needs no interpreter to the first deadline of the phases that are open."""
+        """Sets the timer of `faulthandler` to the earliest deadline of the open phases."""
         if not self._phases:
             faulthandler.cancel_dump_traceback_later()
             return
@@ -191,7 +196,7 @@ class Watchdog:
                     return
                 alarm = self._store.check([_ALARM])
             except RuntimeError as gone:
-                # Its holder has died, so no collective can end well; the main thread may know already.
+                # The store's process has died, so collectives will fail; the main thread may end by itself.
                 if not self._closed.wait(_STORE_GONE_SECONDS):
                     self._leave("lost the store that the ranks share, so its holder has ended", f": {gone}")
                 return
@@ -204,7 +209,10 @@ class Watchdog:
                 return
 
     def _watch_store(self) -> None:
-        """Leave where a question is not answered for long. Counted in polls: what stops this process does not count."""
+        """Ends this rank if the store does not answer for long.
+
+        Time is counted in polls, so that time during which this process is stopped does not count.
+        """
         answers, silent = -1, 0.0
         while not self._closed.wait(_POLL_SECONDS):
             silent = silent + _POLL_SECONDS if answers == self._answers else 0.0
@@ -214,25 +222,25 @@ class Watchdog:
                 return
 
     def _leave(self, why: str, details: str = "") -> None:
-        """Without the store, through which the others could be told."""
+        """Reports the reason and ends this rank alone, since the store is gone."""
         leave_word("RemoteError", why)
         _say(f"rank {self._rank}: {why}{details}\n")
         self._describe()
         self._exit(EXIT_CODE)
 
     def _post(self) -> None:
-        """Put this rank's phase and its beginning (wall clock) into the store, if they have changed."""
+        """Writes this rank's phase and its beginning (wall clock) to the store, if they have changed."""
         phases = self._phases
-        told = " > ".join(phase.title for phase in phases) or "start-up", phases[-1].since if phases else 0.0
-        if told != self._posted:
+        status = " > ".join(phase.title for phase in phases) or "start-up", phases[-1].since if phases else 0.0
+        if status != self._posted:
             elapsed = time.monotonic() - phases[-1].since if phases else 0.0
-            self._store.set(f"watchdog/phase/{self._rank}", json.dumps([told[0], time.time() - elapsed]))
-            self._posted = told
+            self._store.set(f"watchdog/phase/{self._rank}", json.dumps([status[0], time.time() - elapsed]))
+            self._posted = status
 
     def _is_silent(self) -> bool:
-        """Beat, and return True if the next rank has stopped beating for too long.
+        """Sends a heartbeat, and returns True if the next rank has sent none for too long.
 
-        Counted in beats of our own: what stops a whole machine stops both.
+        Time is counted in this rank's beats, since an event that stops the entire machine stops both ranks.
         """
         if self._next == self._rank or time.monotonic() - self._beat_at < _BEAT_SECONDS:
             return False
@@ -245,7 +253,7 @@ class Watchdog:
         return self._missed * _BEAT_SECONDS >= _SILENT_SECONDS
 
     def _raise_alarm(self, why: str) -> None:
-        """Report a failure to the other ranks; the first rank to report prints the phases of all."""
+        """Reports a failure to the other ranks; the first rank that reports prints the phases of all ranks."""
         leave_word("Deadline", why)
         try:
             self._post()
@@ -266,7 +274,10 @@ class Watchdog:
         return "".join(lines)
 
     def _last_words(self) -> None:
-        """Print this rank's phase and stacks, wait until the others have (a launcher kills them after us), exit."""
+        """Prints this rank's phase and stacks, waits for the other ranks' output, and exits.
+
+        It waits because a launcher kills the other ranks as soon as one has exited.
+        """
         self._describe()
         try:
             self._store.set(f"watchdog/said/{self._rank}", "")
@@ -286,11 +297,11 @@ class Watchdog:
 
 
 def alarm(store: dist.Store, why: str) -> None:
-    """End all ranks that watch `store`, for a launcher who knows that one of them has gone; `why` is a sentence."""
+    """Ends all ranks that watch `store`. A launcher calls it when it knows that a rank is gone; `why` is a sentence."""
     store.set(_WHY, why)
     store.add(_ALARM, 1)
 
 
 def _say(text: str) -> None:
-    """Write to standard error at once, so that the ranks' lines do not mix."""
+    """Writes to standard error in one piece, so that the ranks' lines do not mix."""
     print(text, end="", file=sys.stderr, flush=True)

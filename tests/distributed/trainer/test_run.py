@@ -155,7 +155,7 @@ def test_a_run_asked_to_end_resumes_and_equals_the_undisturbed_one(
     resumed.assert_gone()
     assert "rank 1: was ended by SIGKILL" in resumed.output()
     assert "exit code 137: starting again in 2 s, 1 restart left after that" in resumed.output()
-    assert "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); left out" in resumed.output()
+    assert "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); skipped" in resumed.output()
     assert "step_2, the newest sound checkpoint" in resumed.output()
     assert unequal(undisturbed, resumed) == []
 

@@ -169,5 +169,5 @@ def test_a_figure_that_no_step_has_is_refused(metric: str, metrics: dict[str, fl
     if not refused:
         check_best_metric(config, 3, metrics)
         return
-    with pytest.raises(UserError, match=f"checkpoint.best_metric: step 3 has no figure '{metric.lstrip('-')}'; there"):
+    with pytest.raises(UserError, match=f"checkpoint.best_metric: step 3 has no metric '{metric.lstrip('-')}'; there"):
         check_best_metric(config, 3, metrics)

@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     path, state = find_checkpoint(run, IDENTITY)
     assert path == folder / "step_1" and state == RunState(step=1)
     first, second = capsys.readouterr().err.splitlines()
-    assert "step_2 is damaged: " in first and first.endswith("; left out")
+    assert "step_2 is damaged: " in first and first.endswith("; skipped")
     assert file in first or file == "COMPLETE", first  # a wrong digest is told as that of the file it is of
     assert second == f"[hotbunk] resuming from {path}, the newest sound checkpoint, after step 1"
     part = Numbers(0)

@@ -104,11 +104,11 @@ def test_what_was_saved_counts_when_the_launcher_was_killed(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("end", "why"),
     [
-        (died(3, "UserError", code=2), "UserError would come again"),
-        ({"code": 2}, "a mistake in the recipe or the machine would come again"),
-        (died(3, "RemoteError", "TrainingDiverged"), "TrainingDiverged would come again"),
-        (died(3, "RewardError"), "RewardError would come again"),
-        (died(3, "RolloutError"), "RolloutError would come again"),
+        (died(3, "UserError", code=2), "UserError would recur"),
+        ({"code": 2}, "a mistake in the recipe or the machine would recur"),
+        (died(3, "RemoteError", "TrainingDiverged"), "TrainingDiverged would recur"),
+        (died(3, "RewardError"), "RewardError would recur"),
+        (died(3, "RolloutError"), "RolloutError would recur"),
         (died(3, "Interrupted", code=143), "the run was asked to end"),
         (died(3, "Interrupted", code=130), "the run was asked to end"),
     ],

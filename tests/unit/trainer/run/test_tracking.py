@@ -166,7 +166,7 @@ def test_wandb_online_without_a_network_or_a_login_goes_on_offline(
     tracker.log(1, metrics(1))
     tracker.close()
     said = capsys.readouterr().err
-    assert f"not to be had online ({error}): the copy goes to {tmp_path}/wandb" in said and said.count("\n") == 1
+    assert f"cannot be used online ({error}): the copy goes to {tmp_path}/wandb" in said and said.count("\n") == 1
     assert [call[1]["mode"] for call in calls if call[0] == "init"] == ["offline"]
     assert [call[1]["train/step"] for call in calls if call[0] == "log"] == [1]
 
@@ -184,7 +184,7 @@ def test_real_wandb_without_a_network_goes_on_offline(
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
     said = capsys.readouterr().err
-    assert "Weights & Biases is not to be had online" in said and "no further copy" not in said
+    assert "Weights & Biases cannot be used online" in said and "no further copy" not in said
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert [row["reward/mean"] for row in read_wandb(record)] == [0.5]
     assert list(record.parent.glob("files/media/table/*.table.json"))

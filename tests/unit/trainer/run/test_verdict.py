@@ -113,4 +113,4 @@ def test_three_causes_at_most_the_likeliest_first() -> None:
         [0.0] * 40, reward__std=0.0, reward__errors=32.0, length__truncated=1.0, skipped_steps=1.0, lr=1e-7
     )
     failed, constant, cut = verdict(everything, RECIPE)[1:]
-    assert "not judged" in failed and "the same reward" in constant and "cut off" in cut
+    assert "no reward" in failed and "the same reward" in constant and "cut off" in cut
