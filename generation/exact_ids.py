@@ -117,8 +117,8 @@ def sampled_logprobs(completion: Any) -> list[float]:
     """Log-probabilities (nats) of the sampled tokens of a `CompletionOutput`, flat or not, alone or beside others'."""
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if logprobs is None or len(logprobs) != len(token_ids):
-        found = "no" if logprobs is None else len(logprobs)
-        raise ValueError(f"an output has {found} log-probabilities for {len(token_ids)} tokens: ask for logprobs=0")
+        count = "no" if logprobs is None else len(logprobs)
+        raise ValueError(f"an output has {count} log-probabilities for {len(token_ids)} tokens: ask for logprobs=0")
     if token_ids and len(getattr(logprobs, "token_ids", ())) == len(token_ids):  # flat, sampled tokens only
         return list(logprobs.logprobs)
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
@@ -157,13 +157,13 @@ def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None
     Tokens that came from elsewhere count to the answer before them, and before the first answer to that one.
     """
     ids, prompt = trajectory.prompt_ids + trajectory.response_ids, len(trajectory.prompt_ids)
-    found, covered = list[tuple[int, int]](), prompt
+    versions, covered = list[tuple[int, int]](), prompt
     for answer in sorted(answers, key=lambda answer: len(answer.prompt_ids)):
         begin, end = len(answer.prompt_ids), len(answer.prompt_ids) + len(answer.token_ids)
         if covered <= begin < end and ids[:end] == answer.ids:
-            found += [(version, begin - prompt + start) for version, start in answer.versions]
+            versions += [(version, begin - prompt + start) for version, start in answer.versions]
             covered = end
-    if merged := merged_versions(found):
+    if merged := merged_versions(versions):
         merged[0] = (merged[0][0], 0)
         place = f"prompt {trajectory.prompt_index} sample {trajectory.sample_index}"
         trajectory.versions = checked_versions(merged, len(trajectory.response_ids), place)
@@ -228,8 +228,8 @@ class History:
         for count in range(len(messages), 0, -1):
             if (message := messages[count - 1]).get("role") == "assistant":
                 answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
-                said = _said(message)
-                if same := [g for g, known in answers if (echoes(message, g.text) if known is None else known == said)]:
+                key = _said(message)
+                if same := [g for g, noted in answers if (echoes(message, g.text) if noted is None else noted == key)]:
                     answer = _nearest(same, position)
                     return KnownPrefix(answer.ids, count, answer)
         return None
@@ -240,12 +240,12 @@ class History:
         Where conversations part after common answers, these are in every trajectory, but masked in all except the
         first, so that the masks sum to the number of sampled tokens.
         """
-        found, learned = [], set[int]()
+        trajectories, learned = [], set[int]()
         for last in self.generations:
             if not last.continued:
-                found.append(joined(last.chain, learned))
+                trajectories.append(joined(last.chain, learned))
                 learned.update(map(id, last.chain))
-        return found
+        return trajectories
 
 
 def _nearest(answers: list[Generation], position: int | None) -> Generation:
@@ -265,9 +265,9 @@ def _said(message: Message) -> Any:
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
     content = message.get("content")
-    others = [] if content is None or isinstance(content, str) else [part for part in content if _no_text(part)]
-    shown = [hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest() for part in others]
-    return [message.get("role"), content_text(content), called, *shown]
+    images = [] if content is None or isinstance(content, str) else [part for part in content if _no_text(part)]
+    digests = [hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest() for part in images]
+    return [message.get("role"), content_text(content), called, *digests]
 
 
 def _no_text(part: Any) -> bool:
@@ -394,8 +394,8 @@ def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwarg
 
 def following(rendered: str) -> str:
     """The text behind the answer in what a chat template makes of `BEFORE` and messages. Raises ValueError."""
-    _, found, text = rendered.partition(_ANSWER)
-    if not found:
+    _, answer, text = rendered.partition(_ANSWER)
+    if not answer:
         raise ValueError("the chat template does not show an assistant's answer as it is: no turn can follow one")
     return text
 
@@ -438,7 +438,7 @@ def replace_prefix_tokens(
 
 
 class _Turns:
-    """The same conversation rendered up to its last answer, and to its end.
+    """Two renderings of one conversation: up to its last answer, and to its end.
 
     Segments are the ids between two ends; the last one follows the last end, and may be empty.
     """
@@ -539,7 +539,7 @@ class _Turns:
 
 
 def _words(text: str) -> Counter[str]:
-    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else " ", text)
+    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
     return Counter(re.findall(r"\w+", plain))
 
 

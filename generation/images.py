@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's others include some that start programs
 _BOMB = 89_478_485  # pixels; Pillow's own limit (PIL.Image.MAX_IMAGE_PIXELS): a quarter of a GiB at 24 bits
 
-Chat = Sequence[Mapping[str, Any]]
+ChatMessages = Sequence[Mapping[str, Any]]
 """Messages, each with its role and its content, which is text or a list of parts."""
 
 Spans = tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @contextmanager
 def subject(of: str) -> Iterator[None]:
-    """A ValueError within is a sentence without its subject, which `of` is."""
+    """Prepends `of` to the message of a ValueError raised within, which is a sentence without its subject."""
     try:
         yield
     except ValueError as error:
@@ -41,7 +41,7 @@ def subject(of: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """The largest image, in pixels, what becomes of a larger one, and the largest that is decoded to be resized."""
+    """The largest image in pixels, the treatment of larger ones, and the largest that is decoded to be resized."""
 
     max_pixels: int = 1 << 22
     larger: Literal["refuse", "resize"] = "refuse"
@@ -189,20 +189,20 @@ class StoredImage:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Ids, and the images whose tokens stand at these places among them."""
+class PromptInput:
+    """A prompt's token ids, its images, and the spans of ids that the images take."""
 
     ids: list[int]
     images: tuple[Image, ...] = ()
     spans: Spans = ()
 
     def followed_by(self, ids: list[int], images: tuple[Image, ...] = (), spans: Spans = ()) -> Self:
-        """Both, one after the other."""
+        """Returns this input with further ids and images after it."""
         moved = tuple((len(self.ids) + start, length) for start, length in spans)
         return type(self)(self.ids + ids, self.images + images, self.spans + moved)
 
 
-def split_images(messages: Chat, others: Sequence[Any] = ()) -> tuple[list[dict[str, Any]], list[Any]]:
+def split_images(messages: ChatMessages, others: Sequence[Any] = ()) -> tuple[list[dict[str, Any]], list[Any]]:
     """Messages in which an image is `{"type": "image"}` and nothing more, and the sources of their images in order.
 
     A part of a message holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the place of
@@ -221,14 +221,14 @@ def split_images(messages: Chat, others: Sequence[Any] = ()) -> tuple[list[dict[
                 elif kind not in ("text", None) or not isinstance(part.get("text"), str):
                     raise ValueError(f"has a message with a part of the type {kind!r}: it must be text or image")
             texts = [part["text"] if part.get("type") in ("text", None) else None for part in parts]
-            shown = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
-            message = {**message, "content": shown}
+            content = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
+            message = {**message, "content": content}
         plain.append(dict(message))
     left = list(rest)
     if left and not sources and (first := next((m for m in plain if m.get("role") == "user"), None)) is not None:
         text = first.get("content") or ""
-        own = [{"type": "text", "text": text}] if isinstance(text, str) else text
-        first["content"] = [*({"type": "image"} for _ in left), *own]
+        parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        first["content"] = [*({"type": "image"} for _ in left), *parts]
         return plain, left
     if left:
         raise ValueError(f"has {len(left)} images without a place in its messages")
@@ -237,14 +237,14 @@ def split_images(messages: Chat, others: Sequence[Any] = ()) -> tuple[list[dict[
 
 def _own_source(part: Mapping[str, Any]) -> Any:
     for name in ("image", "image_url", "url", "path"):
-        if (found := part.get(name)) is not None:
-            return found.get("url") if name == "image_url" and isinstance(found, Mapping) else found
+        if (source := part.get(name)) is not None:
+            return source.get("url") if name == "image_url" and isinstance(source, Mapping) else source
     return None if part.get("base64") is None else f"data:image/png;base64,{part['base64']}"
 
 
 @dataclass(frozen=True)
 class ImageRules:
-    """How a run treats images.
+    """The rules by which a run reads and limits images.
 
     Attributes:
         most: of a prompt and its answer together.
@@ -272,8 +272,8 @@ class ImageRules:
         """Raise ValueError, a sentence without its subject, where images of one episode are too large together; those
         whose digest is of the `row` do not count.
         """
-        own = {image.digest: len(image.data) for image in images if image.digest not in row}
-        if (size := sum(own.values())) > self.max_bytes:
+        sizes = {image.digest: len(image.data) for image in images if image.digest not in row}
+        if (size := sum(sizes.values())) > self.max_bytes:
             most = self.max_bytes >> 20
             raise ValueError(f"has images of {size} bytes, more than rollout.max_image_mib = {most}")
 
@@ -297,7 +297,7 @@ class ImageProcessor:
         self._replacement = functools.lru_cache(maxsize=4096)(self._replacement_of)
 
     def expand(
-        self, prompt: str | Chat, images: Sequence[Image], *, special: bool | None = None, **template: Any
+        self, prompt: str | ChatMessages, images: Sequence[Image], *, special: bool | None = None, **template: Any
     ) -> tuple[list[int], Spans]:
         """The ids of a prompt, text or messages, in which each image has as many tokens as it has features, and where.
 
@@ -306,8 +306,8 @@ class ImageProcessor:
         about the prompt without its subject, where it has not one placeholder for each image.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, **template)
-        if (found := text.count(self.image_token)) != len(images):
-            placeholders = f"{found} placeholders ({self.image_token}) for them in its text"
+        if (count := text.count(self.image_token)) != len(images):
+            placeholders = f"{count} placeholders ({self.image_token}) for them in its text"
             raise ValueError(f"has {len(images)} images, but {placeholders}")
         if images:
             replacements = [self._replacement(image.size) for image in images]
@@ -316,7 +316,7 @@ class ImageProcessor:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids, self.spans(ids, images)
 
-    def render(self, messages: Chat, **template: Any) -> str:
+    def render(self, messages: ChatMessages, **template: Any) -> str:
         """Messages, whose content may be a list of parts, as the chat template writes them; not expanded."""
         settings = {"add_generation_prompt": True, **template}
         return str(self._processor.apply_chat_template([*map(dict, messages)], tokenize=False, **settings))
@@ -340,19 +340,19 @@ class ImageProcessor:
         return tuple(spans)
 
     def tokens(self, size: tuple[int, int]) -> int:
-        """How many tokens an image of (width, height) takes."""
+        """Returns the number of tokens that an image of (width, height) pixels takes."""
         width, height = size
         counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(counts["num_image_tokens"][0])
 
     def features(self, images: Sequence[Image]) -> "dict[str, Tensor]":
-        """What the model takes for images alone (pixel_values, image_grid_thw, …), concatenated over them."""
-        found = self._processor.image_processor([image.open() for image in images], return_tensors="pt")
+        """Returns the model's inputs for images (pixel_values, image_grid_thw, …), concatenated over the images."""
+        inputs = self._processor.image_processor([image.open() for image in images], return_tensors="pt")
         unused = set(self._processor.unused_input_names)
-        return {name: value for name, value in found.items() if name not in unused}
+        return {name: value for name, value in inputs.items() if name not in unused}
 
     def _replacement_of(self, size: tuple[int, int]) -> str:
-        """What an image's placeholder becomes; it depends on nothing but the size, so a blank image is asked for it."""
+        """Returns the text that replaces an image's placeholder. It depends on the size alone: a blank image does."""
         from PIL import Image as Pillow
 
         _, [text] = self._processor._process_images([Pillow.new("RGB", size)], return_tensors="pt")

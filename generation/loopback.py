@@ -1,4 +1,4 @@
-"""What it takes to serve on loopback: names of this machine, and requests that are meant for another."""
+"""Recognises names of this machine, and requests that are meant for a different one, for servers on loopback."""
 
 import ipaddress
 from contextlib import suppress

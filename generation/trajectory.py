@@ -161,14 +161,14 @@ def by_episode(trajectories: Iterable[P]) -> list[list[P]]:
 
     Most episodes give one. A rollout function may give several, and an OpenAI client gives one for each conversation.
     """
-    found: dict[tuple[int, int], list[P]] = {}
+    episodes: dict[tuple[int, int], list[P]] = {}
     for trajectory in trajectories:
-        found.setdefault((trajectory.prompt_index, trajectory.sample_index), []).append(trajectory)
-    return list(found.values())
+        episodes.setdefault((trajectory.prompt_index, trajectory.sample_index), []).append(trajectory)
+    return list(episodes.values())
 
 
 def plain(value: Any) -> Any:
-    """What `msgspec` writes in place of something in a trajectory that is not of a plain type."""
+    """Returns a value of a trajectory as plain types, for `msgspec` to write."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.shape, value.tobytes()
     return value.item()  # a number, of NumPy, say

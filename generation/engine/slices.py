@@ -1,4 +1,4 @@
-"""Answers that grow by so many tokens at a time, and wait at a gate in between, where vLLM knows nothing of them.
+"""Answers sampled in slices of a fixed number of tokens, which wait at a gate between slices, outside of vLLM.
 
 A slice is an ordinary request with a smaller `max_tokens`; the next one asks for the prompt and all tokens so far. An
 answer is cut by its own tokens alone, never by the clock. With noise that is keyed by position
@@ -18,7 +18,7 @@ from generation.trajectory import checked_versions, merged_versions
 
 @dataclass
 class Unfinished:
-    """An answer so far, and all that is needed to go on with it, on whatever engine.
+    """An unfinished answer, with everything that any engine needs to continue it.
 
     Attributes:
         seed: of its requests.
@@ -47,18 +47,18 @@ class Unfinished:
 
     @property
     def left(self) -> int:
-        """The tokens that it may still have."""
+        """The number of tokens that the answer may still get."""
         return self.budget - len(self.token_ids)
 
     def add(self, part: Generation) -> None:
-        """Append one slice."""
+        """Appends one slice."""
         if part.token_ids:
             self.versions = merged_versions([*self.versions, (part.weight_version, len(self.token_ids))])
         self.token_ids = self.token_ids + part.token_ids
         self.logprobs = self.logprobs + part.logprobs
 
     def finished(self, reason: str) -> Generation:
-        """The whole answer, as if it had been one request."""
+        """Returns the complete answer, as if it had been one request."""
         return Generation(self.token_ids, self.logprobs, reason, prompt_ids=self.prompt_ids, versions=[*self.versions])
 
 
@@ -71,9 +71,9 @@ class Slices:
     """
 
     def __init__(self, tokens: int) -> None:
-        """Closed. Raises ValueError unless a slice has at least one token."""
+        """Creates a closed gate. Raises ValueError unless a slice has at least one token."""
         if tokens < 1:
-            raise ValueError(f"a slice of {tokens} tokens is none: it must have at least one")
+            raise ValueError(f"slice_tokens must be at least 1, not {tokens}")
         self.tokens = tokens
         self.version: int | None = None
         self.opening = 0
@@ -83,14 +83,14 @@ class Slices:
         self._idle.set()
 
     def open(self, version: int) -> None:
-        """Let everybody who waits go on for a slice, by weights of `version`, and new answers begin."""
+        """Lets every parked answer go on for one slice, with weights of `version`, and new answers begin."""
         self.version = version
         self.opening += 1
         for turnstile in self._episodes:
             turnstile.release()
 
     def close(self) -> None:
-        """Let nobody pass. Requests that run are not touched: `settled` waits for them."""
+        """Closes the gate. Running requests are not interrupted: `settled` waits for them."""
         self.version = None
 
     @contextmanager
@@ -116,7 +116,7 @@ class Slices:
 
     @property
     def parked(self) -> int:
-        """Episodes that wait at the gate."""
+        """The number of episodes that wait at the gate."""
         return len(self._episodes) - len(self._busy)
 
     @property
@@ -152,7 +152,7 @@ class Turnstile:
 
     @property
     def parked(self) -> bool:
-        """Whether it waits at the gate, with all of its requests that are not over, and for nothing else."""
+        """True if all unfinished requests of the episode wait at the gate, and it waits for nothing else."""
         return not self.running and not self._away and any(not waiter.done() for waiter in self._waiting)
 
     @property

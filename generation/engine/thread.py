@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """An asyncio loop on its own thread, which nothing that a task raises ends before `close`."""
+    """An asyncio event loop on a thread of its own, which runs until `close`, whatever its tasks raise."""
 
     def __init__(self, name: str = "engine-loop") -> None:
         self.loop = asyncio.new_event_loop()

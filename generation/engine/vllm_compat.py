@@ -179,8 +179,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
     if settings.images:
-        # What has been processed is kept here (generation/engine/images.py): vLLM's cache has a copy in the core that
-        # must see the same images in the same order.
+        # generation/engine/image_inputs.py keeps processed images: vLLM's cache has a copy in the core that must see
+        # the same images in the same order.
         arguments |= {"limit_mm_per_prompt": {"image": settings.images, "video": 0}, "mm_processor_cache_gb": 0}
     arguments |= settings.extra
     if settings.routes and not settings.on_cpu:  # on CPU the worker extension has them told

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from generation.engine.images import ImageCountError
+from generation.engine.image_inputs import ImageCountError
 from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors

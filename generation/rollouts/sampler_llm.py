@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from generation.engine.images import ImageCountError
+from generation.engine.image_inputs import ImageCountError
 from generation.engine.logits import check_request
 from generation.engine.sampling import response_budget, sample_seed, vllm_sampling_params
 from generation.engine.thread import waited_for

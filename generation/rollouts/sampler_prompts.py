@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from generation.exact_ids import BEFORE, Generation, History, following, template_message, without_second_end
-from generation.images import Image, ImageRules, Seen, Spans, StoredImage, split_images, subject
+from generation.images import Image, ImageRules, PromptInput, Spans, StoredImage, split_images, subject
 from generation.rollouts.episode import RolloutSettings
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
 class Request:
     """One prompt of a call, ready for the engine; `place`, `position` and `parent` as in `Generation`."""
 
-    seen: Seen
+    seen: PromptInput
     text: str
     position: int
     place: tuple[int, int]
@@ -166,7 +166,7 @@ class Prompts:
         elif start := max((p for p in self.batch if prompt.startswith(p)), key=len, default=None):
             seen = self._then(_seen(start), prompt[len(start) :], images)
         else:
-            seen = self._then(Seen([]), prompt, images, special=True)
+            seen = self._then(PromptInput([]), prompt, images, special=True)
         return self._checked(Request(seen, prompt, position, place, parent))
 
     def _chat_request(
@@ -190,7 +190,9 @@ class Prompts:
             own = next((prompt for prompt in same if prompt.place == place), same[0])
             return Request(_seen(own), own, position, place, messages=messages)
         text = self._rendered(plain, tools=tools, **kwargs)
-        return self._checked(Request(self._then(Seen([]), text, images), text, position, place, messages=messages))
+        return self._checked(
+            Request(self._then(PromptInput([]), text, images), text, position, place, messages=messages)
+        )
 
     def _rendered(self, messages: Messages, **kwargs: Any) -> str:
         if self.rules is not None:
@@ -204,8 +206,13 @@ class Prompts:
             return self.rules.read(sources) if self.rules is not None else ()
 
     def _then(
-        self, start: Seen, text: str, images: tuple[Image, ...], parent: Generation | None = None, special: bool = False
-    ) -> Seen:
+        self,
+        start: PromptInput,
+        text: str,
+        images: tuple[Image, ...],
+        parent: Generation | None = None,
+        special: bool = False,
+    ) -> PromptInput:
         """What text stands for behind `start`, the end of which it may repeat where that is an answer, `parent`.
 
         `images` are none, or all: those of `start`, and then one for each placeholder in the text. `special`: the
@@ -223,13 +230,13 @@ class Prompts:
         cut = len(added) - len(kept)
         return start.followed_by(kept, later, tuple((begin - cut, length) for begin, length in spans))
 
-    def _of_ids(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> Seen:
+    def _of_ids(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> PromptInput:
         """Ids in which each image has as many tokens as it takes."""
         if self.rules is None:
-            return Seen(ids)
+            return PromptInput(ids)
         begins = (p for p in self.batch if ids[: len(p.token_ids)] == p.token_ids)
         known = parent or next(begins, None)
-        start = _seen(known) if known is not None else Seen([])
+        start = _seen(known) if known is not None else PromptInput([])
         added, later = ids[len(start.ids) :], _further(start, images)
         with subject("a prompt"):
             return start.followed_by(added, later, self.rules.processor.spans(added, later))
@@ -247,12 +254,12 @@ class Prompts:
         return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
 
-def _seen(known: PromptText | Generation) -> Seen:
+def _seen(known: PromptText | Generation) -> PromptInput:
     ids = known.token_ids if isinstance(known, PromptText) else known.ids
-    return Seen(ids, known.images, known.image_spans)
+    return PromptInput(ids, known.images, known.image_spans)
 
 
-def _further(start: Seen, images: tuple[Image, ...]) -> tuple[Image, ...]:
+def _further(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Those of `images` that `start` has not. Raises ValueError where it has others."""
     if images and images[: len(start.images)] != start.images:
         raise ValueError("a prompt's images must begin with those of the prompt that it continues")

@@ -15,7 +15,7 @@ from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.connections import bounded
-from generation.server.conversations import Conversation, Conversations, ServerSettings, TooManyConversations
+from generation.server.conversations import Conversations, ServedConversation, ServerSettings, TooManyConversations
 from generation.server.gate import OF_VLLM, PLACES, Gate
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
@@ -95,7 +95,7 @@ class OpenAIServer:
         the client has from its row, which do not count among those that come up.
         """
         sampling = self.settings.sampling if sampling is None else sampling
-        new = Conversation(
+        new = ServedConversation(
             key or f"hotbunk-{secrets.token_urlsafe(24)}",
             sampling=sampling,
             seed=seed,

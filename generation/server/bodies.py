@@ -11,7 +11,7 @@ from starlette.types import Message, Send
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix, replace_prefix_tokens
-from generation.server.conversations import STUMBLES, Call, Refused, Responses, as_key
+from generation.server.conversations import STUMBLES, Refused, ServedCall, StoredResponses, as_key
 from generation.server.dialects import MESSAGES, RESPONSES, add_event, said_in
 
 Body = dict[str, Any]
@@ -85,10 +85,10 @@ def short(value: Any) -> str:
 
 
 def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
-    """What is wrong with a request's body, by pydantic's errors, as a sentence that begins with the field's name.
+    """Returns pydantic's errors of a request's body as one sentence, which begins with the field's name.
 
-    Of a value that may be of many types there are errors for each. That of the type is told that the value comes
-    closest to: whose own `type` it has, which it fits to the greatest depth, and which has least against it.
+    A value that may have several types has errors for each of them. The sentence is about the type that the value comes
+    closest to: its `type` field matches, it fits to the greatest depth, and it has the fewest errors.
     """
     places: dict[tuple[Any, ...], list[tuple[list[str], Mapping[str, Any]]]] = {}
     for error in errors:
@@ -204,7 +204,9 @@ def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
 class AnswerSender:
     """A sender of vLLM's answer to one call, which it completes; `kept` takes responses that others may continue."""
 
-    def __init__(self, request: Request, send: Send, call: Call, kept: Responses, previous: str | None) -> None:
+    def __init__(
+        self, request: Request, send: Send, call: ServedCall, kept: StoredResponses, previous: str | None
+    ) -> None:
         self._request, self._send, self._call, self._kept, self._previous = request, send, call, kept, previous
         self._path: str = request.scope["path"]
         self._start: Message = {}

@@ -11,7 +11,7 @@ from typing import Any
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.engine.slices import Turnstile
 from generation.exact_ids import ChatHistory, Generation, KnownPrefix
-from generation.images import Image, ImageRules, Seen
+from generation.images import Image, ImageRules, PromptInput
 from generation.trajectory import Trajectory
 
 
@@ -92,7 +92,7 @@ KEPT_BYTES = 32 << 20
 """The most that is kept of earlier responses, for those that continue them."""
 
 
-class Responses(OrderedDict[str, bytes]):
+class StoredResponses(OrderedDict[str, bytes]):
     """All items of a response and before it, as JSON by the response's id; the oldest give way beyond `KEPT_BYTES`."""
 
     def keep(self, name: str, items: list[dict[str, Any]]) -> None:
@@ -125,7 +125,7 @@ class Responses(OrderedDict[str, bytes]):
 
 
 @dataclass
-class Conversation:
+class ServedConversation:
     """Everything said under one key so far.
 
     Attributes:
@@ -151,7 +151,7 @@ class Conversation:
     turnstile: Turnstile | None = None
     requests: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    responses: Responses = field(default_factory=Responses)
+    responses: StoredResponses = field(default_factory=StoredResponses)
     silent: set[str] = field(default_factory=set)
     row_images: tuple[Image, ...] = ()
     fatal: Exception | None = None
@@ -179,7 +179,7 @@ class Conversation:
         return None if self.seed is None else sample_seed(self.seed, 0, 0, 0, self.requests)
 
 
-class Conversations(dict[str, Conversation]):
+class Conversations(dict[str, ServedConversation]):
     """The open conversations by key, each until it is taken: at most `limit` of the program's, and as many that
     requests opened. `places` holds them by their own; `counts` are of all requests, see `FIGURES`;
     `responses` those that belong to none.
@@ -188,16 +188,16 @@ class Conversations(dict[str, Conversation]):
     def __init__(self, tokenizer: Any, settings: ServerSettings) -> None:
         super().__init__()
         self._tokenizer, self._ends, self._limit = tokenizer, settings.eos_token_ids, settings.max_conversations
-        self.places: dict[str, Conversation] = {}
+        self.places: dict[str, ServedConversation] = {}
         self.counts: Counter[str] = Counter()
-        self.responses = Responses()
+        self.responses = StoredResponses()
 
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
         if sum(each.by_request == by_request for each in self.values()) >= self._limit:
             raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
 
-    def open(self, new: Conversation) -> Conversation:
+    def open(self, new: ServedConversation) -> ServedConversation:
         """Begin to capture the answers of a conversation. Raises ValueError where its key is open already,
         TooManyConversations where the server keeps no more.
         """
@@ -223,7 +223,7 @@ class Conversations(dict[str, Conversation]):
 
 
 @dataclass
-class Call:
+class ServedCall:
     """One request on its way through vLLM's handlers, for both sides of them.
 
     Attributes:
@@ -244,7 +244,7 @@ class Call:
     """
 
     sampling: SamplingSettings | None
-    conversation: Conversation | None = None
+    conversation: ServedConversation | None = None
     opens: str = ""
     exact: KnownPrefix | None = None
     open_ended: bool = False
@@ -259,12 +259,12 @@ class Call:
     find_exact: Callable[[dict[str, Any]], Awaitable[KnownPrefix | None]] | None = None
     unread: bool = False
     generations: dict[int, Generation] = field(default_factory=dict)
-    expanded: Seen | None = None
+    expanded: PromptInput | None = None
 
     def open_in(self, conversations: Conversations) -> None:
         """Open the trajectory that it asks for, unless another request with its key was faster."""
         if self.opens and self.conversation is None:
-            new = Conversation(self.opens, by_request=True, sampling=self.sampling)
+            new = ServedConversation(self.opens, by_request=True, sampling=self.sampling)
             self.conversation = conversations.get(self.opens) or conversations.open(new)
 
     def admit(self, images: tuple[Image, ...], rules: ImageRules) -> tuple[Image, ...]:
@@ -287,5 +287,5 @@ class Call:
         return self.totals[name] == 1
 
 
-CURRENT: ContextVar[Call | None] = ContextVar("hotbunk_call", default=None)
+CURRENT: ContextVar[ServedCall | None] = ContextVar("hotbunk_call", default=None)
 """The call that the running task serves."""

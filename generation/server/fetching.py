@@ -1,4 +1,4 @@
-"""Files fetched from public addresses, and from no others: not from this machine or those beside it."""
+"""Fetches files from public addresses only, never from this machine or its private network."""
 
 import ipaddress
 import socket
@@ -7,27 +7,27 @@ from typing import Any
 import aiohttp
 
 SECONDS = 20.0
-"""How long a file may take, redirects included."""
+"""The time in seconds that one file may take, redirects included."""
 _REDIRECTS = 3
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv4 addresses within IPv6 (RFC 6052)
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one that anybody on the internet may ask, also where it holds another one."""
-    found: Any = ipaddress.ip_address(address.partition("%")[0])
-    if found.version == 6:
-        held = ipaddress.ip_address(int(found) & 0xFFFFFFFF) if found in _NAT64 else None
-        found = found.ipv4_mapped or found.sixtofour or held or found
-    local = found.is_multicast or getattr(found, "is_site_local", False) or getattr(found, "teredo", None)
-    return bool(found.is_global and not local)
+    """Returns True if an IP address, and an IPv4 address embedded in it, is reachable from the public internet."""
+    ip: Any = ipaddress.ip_address(address.partition("%")[0])
+    if ip.version == 6:
+        embedded = ipaddress.ip_address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None
+        ip = ip.ipv4_mapped or ip.sixtofour or embedded or ip
+    local = ip.is_multicast or getattr(ip, "is_site_local", False) or getattr(ip, "teredo", None)
+    return bool(ip.is_global and not local)
 
 
 class NotPublic(OSError):
-    """A connection was to go to an address that is not public."""
+    """The address of a connection is not public."""
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """Of each connection, also after a redirect: the address that the name stands for, and that is connected to."""
+    """Opens the socket of a connection to a resolved address, also after a redirect. Raises NotPublic."""
     family, kind, protocol, _, (host, *_) = address
     if not is_public(host):
         raise NotPublic(f"{host} is not a public address")
@@ -59,8 +59,8 @@ async def fetch(url: str, limit: int) -> bytes:
 
 def _cause(error: BaseException) -> NotPublic | None:
     """The refusal behind aiohttp's own error, if that was it."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, NotPublic):
-        inner = getattr(found, "os_error", None) or found.__cause__ or found.__context__
-        found = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
-    return found
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, NotPublic):
+        inner = getattr(cause, "os_error", None) or cause.__cause__ or cause.__context__
+        cause = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
+    return cause

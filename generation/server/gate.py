@@ -22,7 +22,15 @@ from generation.exact_ids import KnownPrefix
 from generation.loopback import foreign_host
 from generation.server import bodies
 from generation.server.bodies import AnswerSender, Body, Limits
-from generation.server.conversations import CURRENT, FIGURES, STUMBLES, Call, Conversations, Refused, ServerSettings
+from generation.server.conversations import (
+    CURRENT,
+    FIGURES,
+    STUMBLES,
+    Conversations,
+    Refused,
+    ServedCall,
+    ServerSettings,
+)
 from generation.server.dialects import MESSAGES, RESPONSES
 from generation.server.served_engine import check_ready
 
@@ -103,7 +111,7 @@ class Gate:
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
         return path
 
-    def _call(self, request: Request) -> Call:
+    def _call(self, request: Request) -> ServedCall:
         """The trajectory under which a request for answers is captured: its header's, or its bearer token's."""
         token, key, own = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
         conversation = self.conversations.get(key or token)
@@ -112,15 +120,15 @@ class Gate:
         if key and own is not None and not _same(token, own) and token != key:
             raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
         if conversation is not None:
-            return Call(conversation.sampling, conversation, totals=self.conversations.counts)
+            return ServedCall(conversation.sampling, conversation, totals=self.conversations.counts)
         if key:
             self.conversations.check_room(by_request=True)
-        return Call(self.settings.sampling, opens=key, totals=self.conversations.counts)
+        return ServedCall(self.settings.sampling, opens=key, totals=self.conversations.counts)
 
     async def _post(self, request: Request, send: Send) -> None:
         """Check and complete the body, have vLLM answer it, and complete the answer."""
         path = request.scope["path"]
-        call = Call(None)
+        call = ServedCall(None)
         if generates := path in ANSWERING:
             call = self._call(request)
             check_ready(self.worker, call)
@@ -192,7 +200,7 @@ class Gate:
             raise Refused(408, f"the request was not complete after {seconds:g} s") from late
         return bytes(body)
 
-    async def _exact(self, body: Body, call: Call) -> KnownPrefix | None:
+    async def _exact(self, body: Body, call: ServedCall) -> KnownPrefix | None:
         """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
         wanted = body.get("required_prefix_token_ids")
         given = bodies.take_prefix(body, self.limits.vocabulary)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from generation.engine.engine import Engine, Stream
-from generation.engine.images import ImageCountError
+from generation.engine.image_inputs import ImageCountError
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.logits import REQUESTED
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
@@ -20,11 +20,11 @@ from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
-from generation.images import Seen
+from generation.images import PromptInput
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
-from generation.server.conversations import CURRENT, STUMBLES, Call, Conversations, Refused, ServerSettings
+from generation.server.conversations import CURRENT, STUMBLES, Conversations, Refused, ServedCall, ServerSettings
 from generation.server.dialects import as_chat
-from generation.server.images import continued, see
+from generation.server.image_messages import continued, see
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -119,7 +119,7 @@ class ServedEngine:
         whole.prompt, whole.outputs, whole.finished = text, [done[index][1] for index in sorted(done)], True
         yield whole
 
-    async def _captured(self, call: Call, outputs: Stream, sampled: "_Sampled", first: int) -> Stream:
+    async def _captured(self, call: ServedCall, outputs: Stream, sampled: "_Sampled", first: int) -> Stream:
         """The outputs as they come, and the generation of each choice that is finished kept."""
         async with aclosing(outputs):
             try:
@@ -144,7 +144,7 @@ class ServedEngine:
                 sentence = str(error) or f"vLLM cannot take the request: {error.__cause__!r}"
                 raise told_error(call, Refused(400, sentence)) from error
 
-    def _asked(self, call: Call, prompt: Any) -> Seen:
+    def _asked(self, call: ServedCall, prompt: Any) -> PromptInput:
         """The prompt with exact ids, and its images."""
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
             raise Refused(400, "prompts are text or token ids; embeddings cannot be trained on")
@@ -154,12 +154,12 @@ class ServedEngine:
         elif exact is not None:
             ids = exact_prompt(exact, self._tokenizer, ids, self._settings.eos_token_ids)
         if (whole := call.expanded) is None or self._settings.image_rules is None:
-            return Seen(ids)
+            return PromptInput(ids)
         if prompt["prompt_token_ids"] != whole.ids:
             raise Refused(400, "truncate_prompt_tokens may cut an image in two: leave it out")
         return whole if exact is None else continued(whole, exact, ids, self._settings.image_rules)
 
-    def _params(self, call: Call, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
+    def _params(self, call: ServedCall, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
         length = self._worker.settings.max_model_len
         trained = length if call.sampling is None else call.sampling.max_tokens
@@ -186,7 +186,7 @@ class ServedEngine:
 
 
 @contextmanager
-def _told(call: Call) -> Iterator[None]:
+def _told(call: ServedCall) -> Iterator[None]:
     """The client is told why its request is refused within, whatever vLLM makes of the exception."""
     try:
         yield
@@ -195,7 +195,7 @@ def _told(call: Call) -> Iterator[None]:
         raise
 
 
-def check_ready(worker: Engine, call: Call) -> int | None:
+def check_ready(worker: Engine, call: ServedCall) -> int | None:
     """The version of the weights that will answer; None where the request waits for one at a gate. Refuses with 503
     while there is none, or not the one asked for.
     """
@@ -230,7 +230,7 @@ class _Sampled:
     None, and `versions` are by choice.
     """
 
-    asked: Seen
+    asked: PromptInput
     version: int | None
     params: "SamplingParams"
     versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -290,7 +290,7 @@ def joined_slices(
     return whole
 
 
-def told_error(call: Call, refused: Refused) -> Exception:
+def told_error(call: ServedCall, refused: Refused) -> Exception:
     """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback; the
     refusal is noted in the call.
     """

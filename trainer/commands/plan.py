@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
-from generation.engine.images import KEPT_BYTES
+from generation.engine.image_inputs import KEPT_BYTES
 from trainer.config.checks import find_problems
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config

@@ -28,8 +28,8 @@ FACTORIES = "hotbunk_logits_factories"
 REQUESTED = "logits_processors"
 """Where a request names them, in its `extra_args`."""
 
-_V1 = "generation.engine.logits.adapter_v1:FactoryProcessor"
-_V2 = "generation.engine.logits.adapter_v2:FactoryProcessor"
+_V1 = "generation.engine.logits.adapter_v1:FactoryProcessorV1"
+_V2 = "generation.engine.logits.adapter_v2:FactoryProcessorV2"
 _V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 _NEW_WAY = (
     "logits_processors cannot be given with a request: vLLM builds them into the engine; name a class or factory in "

@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from generation.engine.logits import load_factories, processor_of
 
 
-class FactoryProcessor(AdapterLogitsProcessor):
+class FactoryProcessorV1(AdapterLogitsProcessor):
     """One chain of processors for each request, in the order in which the recipe names them."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from generation.engine.logits import load_factories, processor_of
 
 
-class FactoryProcessor(LogitsProcessor):
+class FactoryProcessorV2(LogitsProcessor):
     """One chain of processors for each slot of the batch, made anew when a request takes the slot."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:

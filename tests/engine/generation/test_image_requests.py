@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from generation.engine.engine import Engine, Leader
-from generation.engine.images import ImageCountError
+from generation.engine.image_inputs import ImageCountError
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.engine.slices import Slices

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generation.exact_ids import Generation, History
-from generation.server.conversations import Conversation, as_key
+from generation.server.conversations import ServedConversation, as_key
 
 
 def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:
@@ -80,7 +80,7 @@ def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, li
 def test_empty_answers_that_a_client_leaves_out_are_put_back() -> None:
     """openai-agents goes on as a user, pydantic-ai as the system; an answer that is there stays the only one."""
     asked, empty = [{"role": "user", "content": "q"}], {"role": "assistant", "content": ""}
-    conversation = Conversation("key", silent={as_key(asked)})
+    conversation = ServedConversation("key", silent={as_key(asked)})
     for role in ("user", "system", "developer"):
         more = {"role": role, "content": "r"}
         assert conversation.with_silence([*asked, more]) == [*asked, empty, more]

@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from generation.engine.logits import FACTORIES, REQUESTED, engine_arguments, requested
-from generation.engine.logits.adapter_v1 import FactoryProcessor as First
-from generation.engine.logits.adapter_v2 import FactoryProcessor as Second
+from generation.engine.logits.adapter_v1 import FactoryProcessorV1 as First
+from generation.engine.logits.adapter_v2 import FactoryProcessorV2 as Second
 
 WIDTH = 8
 

@@ -201,5 +201,5 @@ def test_time_at_the_gate_is_known() -> None:
 
 
 def test_a_slice_has_a_token() -> None:
-    with pytest.raises(ValueError, match="a slice of 0 tokens"):
+    with pytest.raises(ValueError, match="slice_tokens must be at least 1, not 0"):
         Slices(0)

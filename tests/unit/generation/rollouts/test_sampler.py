@@ -316,7 +316,9 @@ def test_processors_reach_the_engine_in_the_form_it_takes() -> None:
     assert engine_arguments([], v2=False) == {}
     for v2 in (False, True):
         arguments = engine_arguments([here], v2)
-        assert arguments["logits_processors"] == [f"generation.engine.logits.adapter_v{1 + v2}:FactoryProcessor"]
+        assert arguments["logits_processors"] == [
+            f"generation.engine.logits.adapter_v{1 + v2}:FactoryProcessorV{1 + v2}"
+        ]
         assert arguments["additional_config"] == {"hotbunk_logits_factories": ["test_sampler:no_sevens"]}
     assert importable(here) == "test_sampler:no_sevens"
     old = "vllm.v1.sample.logits_processor.builtin.MinPLogitsProcessor"

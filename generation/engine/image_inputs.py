@@ -10,17 +10,17 @@ import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from generation.images import Image, Seen
+from generation.images import Image, PromptInput
 
 if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
 
 KEPT_BYTES = 1 << 28
-"""Bytes of images that an engine's process keeps as they have been processed, the last that were used."""
+"""Bytes of processed images that an engine's process caches; the least recently used are dropped first."""
 
 
 class ImageCountError(ValueError):
-    """Engine and trainer do not agree on an image's tokens: all that is sampled after it would be another prompt's."""
+    """Engine and trainer disagree on an image's tokens, so that everything after it would answer a different prompt."""
 
 
 class EngineImages:
@@ -30,8 +30,8 @@ class EngineImages:
         self._renderer, self._lock = renderer, asyncio.Lock()
         self._processed: OrderedDict[str, tuple[Any, list[int]]] = OrderedDict()
 
-    async def prompt(self, seen: Seen) -> dict[str, Any]:
-        """What `AsyncLLM.generate` takes for a prompt with images. Raises ImageCountError naming image and counts."""
+    async def prompt(self, seen: PromptInput) -> dict[str, Any]:
+        """Returns a prompt with images as `AsyncLLM.generate` takes it. Raises ImageCountError with the counts."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -52,15 +52,15 @@ class EngineImages:
         return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders=places))
 
     async def _of(self, image: Image) -> tuple[Any, list[int]]:
-        """What the model computes with, and the ids whose embeddings give way to the image's."""
+        """Returns an image's processed features, and the token ids whose embeddings the features replace."""
         async with self._lock:
             if image.digest not in self._processed:
                 self._processed[image.digest] = await asyncio.to_thread(self._process, image)
             self._processed.move_to_end(image.digest)
-            found = self._processed[image.digest]
+            processed = self._processed[image.digest]
             while len(self._processed) > 1 and sum(map(_bytes, self._processed.values())) > KEPT_BYTES:
                 self._processed.popitem(last=False)
-            return found
+            return processed
 
     def _process(self, image: Image) -> tuple[Any, list[int]]:
         from vllm.multimodal.processing import ProcessorInputs, TimingContext
@@ -72,7 +72,7 @@ class EngineImages:
         content = result.prompt_updates["image"][0][0].content
         tokens, embedded = content.full, content.is_embed
         if embedded is not None:
-            tokens = [token for token, own in zip(tokens, embedded(tokens).tolist(), strict=True) if own]
+            tokens = [token for token, is_image in zip(tokens, embedded(tokens).tolist(), strict=True) if is_image]
         return result.kwargs["image"][0], list(tokens)
 
 

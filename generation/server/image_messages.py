@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from generation.exact_ids import KnownPrefix
-from generation.images import Image, ImageRules, Seen, subject
+from generation.images import Image, ImageRules, PromptInput, subject
 from generation.server.conversations import CURRENT, Refused
 from generation.server.fetching import fetch
 
@@ -24,7 +24,7 @@ DECODED = 1 << 25
 """The most pixels of a client's image that are decoded to make it smaller, which takes 12 bytes each: 384 MiB."""
 
 
-def continued(whole: Seen, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> Seen:
+def continued(whole: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> PromptInput:
     """The messages rendered as `whole`, with `ids`, which begin with the exact ones where these could be kept.
 
     What follows the exact ids is the end of the whole; images before are where the known answer had them. Refused where
@@ -38,12 +38,12 @@ def continued(whole: Seen, exact: KnownPrefix, ids: list[int], rules: ImageRules
     earlier = whole.images[: len(whole.images) - len(later)]
     if exact.answer is None:
         try:
-            return Seen(ids, whole.images, (*rules.processor.spans(exact.ids, earlier), *later))
+            return PromptInput(ids, whole.images, (*rules.processor.spans(exact.ids, earlier), *later))
         except ValueError as error:
             raise Refused(400, f"the request {error}: its ids are not those of its messages") from error
     if exact.answer.images != earlier:
         raise Refused(400, "the images of the messages are not those of the answer that they continue")
-    return Seen(ids, whole.images, (*exact.answer.image_spans, *later))
+    return PromptInput(ids, whole.images, (*exact.answer.image_spans, *later))
 
 
 def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
@@ -66,7 +66,7 @@ def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
             special = params.add_special_tokens
             ids, spans = await asyncio.to_thread(rules.processor.expand, prompt["prompt"], images, special=special)
         if (call := CURRENT.get()) is not None:
-            call.expanded = Seen(ids, images, spans)
+            call.expanded = PromptInput(ids, images, spans)
         return {"prompt": prompt["prompt"], "prompt_token_ids": ids}
 
     renderer.render_messages_async = render_messages  # type: ignore[method-assign]
