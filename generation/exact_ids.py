@@ -489,14 +489,14 @@ class _Turns:
             return places[len(self._rendered) - 1]
         # The template has left something out of earlier turns; counting ends would step over a user's turn.
         if self._header:
-            found = [i for i, segment in enumerate(turns) if _begins(segment, self._header)][-1:]
-            found = [i for i in found if self._same(turns[i], answer) or self._remains(turns[i], answer)]
+            ends = [i for i, segment in enumerate(turns) if _begins(segment, self._header)][-1:]
+            ends = [i for i in ends if self._same(turns[i], answer) or self._remains(turns[i], answer)]
         else:
-            found = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
-        if len(found) != 1:
+            ends = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
+        if len(ends) != 1:
             reason = "the chat template renders the last answer otherwise when messages follow it"
             raise ValueError(f"{reason}, and it cannot be told where it ends: {self._text(answer)[-80:]!r}")
-        return places[found[0]]
+        return places[ends[0]]
 
     def _segments(self, ids: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = [[]]

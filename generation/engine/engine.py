@@ -225,12 +225,12 @@ class Engine:
 
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind)
-        found, name = None, f"hotbunk-{next(self._request_numbers)}"
+        logprobs, name = None, f"hotbunk-{next(self._request_numbers)}"
         async for output in self.submit({"prompt_token_ids": token_ids}, params, name):
-            found = output.prompt_logprobs
-        if found is None:
+            logprobs = output.prompt_logprobs
+        if logprobs is None:
             raise RuntimeError("vLLM gave no prompt log-probabilities")
-        return [position[token].logprob for position, token in zip(found[1:], token_ids[1:], strict=True)]
+        return [position[token].logprob for position, token in zip(logprobs[1:], token_ids[1:], strict=True)]
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
         """Returns what `prompt_logprobs` returns, as one list per replica (one engine is its only replica)."""

@@ -68,7 +68,7 @@ FIGURES = {
     "lost_keys": "requests refused because a trajectory's client had lost its key",
     "unread_calls": "answers with tool calls that vLLM's parser could not read",
 }
-"""What is counted, of a conversation and of a server as a whole."""
+"""The counters of a conversation, and of a server in total, with their meaning."""
 
 
 def as_key(turns: list[Any]) -> str:
@@ -77,7 +77,7 @@ def as_key(turns: list[Any]) -> str:
 
 
 class Refused(ValueError):
-    """A request is answered with `status` and one sentence. A ValueError: vLLM blames the client for those."""
+    """The refusal of a request with an HTTP status and one sentence. A ValueError: vLLM blames the client for it."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -85,11 +85,11 @@ class Refused(ValueError):
 
 
 class TooManyConversations(Refused):
-    """More trajectories are open than the server keeps."""
+    """The refusal of a trajectory because as many are open as the server keeps."""
 
 
 KEPT_BYTES = 32 << 20
-"""The most that is kept of earlier responses, for those that continue them."""
+"""The bytes of earlier responses that are kept for requests that continue them."""
 
 
 class StoredResponses(OrderedDict[str, bytes]):
@@ -111,8 +111,8 @@ class StoredResponses(OrderedDict[str, bytes]):
         for name in ("background", "conversation"):
             if body.get(name):
                 raise Refused(400, f"{name} is set, but this server keeps only responses: use previous_response_id")
-        given, previous = body.get("input"), body.pop("previous_response_id", None)
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        new_input, previous = body.get("input"), body.pop("previous_response_id", None)
+        items = [{"role": "user", "content": new_input}] if isinstance(new_input, str) else new_input
         if not isinstance(items, list):
             return []  # vLLM will say
         if previous is not None:
@@ -126,7 +126,7 @@ class StoredResponses(OrderedDict[str, bytes]):
 
 @dataclass
 class ServedConversation:
-    """Everything said under one key so far.
+    """A conversation that the server captures under one key.
 
     Attributes:
         key: the key that its client has to send.
@@ -135,7 +135,7 @@ class ServedConversation:
         seed: the seed of its requests derives from it; None leaves that to the client.
         policy_version: the only version its requests may be answered by; None takes any.
         turnstile: its requests are answered slice by slice, by the version of each; None: in one.
-        counts: of its own; see `FIGURES`.
+        counts: its counters, by the names of `FIGURES`.
         responses: those that further ones may continue.
         silent: turns, as JSON, that were answered by nothing: neither text nor calls.
         row_images: those that the client was given with its row.
@@ -158,20 +158,20 @@ class ServedConversation:
 
     @property
     def place(self) -> str:
-        """Names it in addresses, without giving away its key."""
+        """The conversation's name in addresses, which does not give away its key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16).hexdigest()
 
     def with_silence(self, turns: list[Any]) -> list[Any]:
         """The turns with the empty answers that the client has left out of them, as openai-agents and pydantic-ai do:
         what was sampled for these, if only its end, is in the ids all the same.
         """
-        whole: list[Any] = []
+        restored: list[Any] = []
         for turn in turns:
             asks = isinstance(turn, dict) and turn.get("role") in ("user", "system", "developer")
-            if self.silent and asks and as_key(whole) in self.silent:
-                whole.append({"role": "assistant", "content": ""})
-            whole.append(turn)
-        return whole
+            if self.silent and asks and as_key(restored) in self.silent:
+                restored.append({"role": "assistant", "content": ""})
+            restored.append(turn)
+        return restored
 
     def next_seed(self) -> int | None:
         """The next request's seed, a function of the conversation's and of how many requests came before."""
@@ -194,7 +194,7 @@ class Conversations(dict[str, ServedConversation]):
 
     def check_room(self, by_request: bool) -> None:
         """Raise TooManyConversations unless one more can be opened."""
-        if sum(each.by_request == by_request for each in self.values()) >= self._limit:
+        if sum(conversation.by_request == by_request for conversation in self.values()) >= self._limit:
             raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
 
     def open(self, new: ServedConversation) -> ServedConversation:
@@ -216,10 +216,10 @@ class Conversations(dict[str, ServedConversation]):
         del self.places[taken.place]
         taken.counts["retemplated"] = taken.history.retemplated
         self.counts["retemplated"] += taken.history.retemplated
-        found = taken.history.trajectories()
-        for trajectory in found[:1]:
+        trajectories = taken.history.trajectories()
+        for trajectory in trajectories[:1]:
             trajectory.metrics |= {f"server/{name}": float(taken.counts[name]) for name in FIGURES}
-        return found
+        return trajectories
 
 
 @dataclass
@@ -271,13 +271,13 @@ class ServedCall:
         """Its images, those that the row or the conversation has had before as the same objects. Raises ValueError, a
         sentence about the request, where all of them together are too large.
         """
-        if (own := self.conversation) is None:
+        if (conversation := self.conversation) is None:
             rules.check_bytes(images, ())
             return images
-        before = (image for answer in own.history.generations for image in answer.images)
-        known = {image.digest: image for image in (*own.row_images, *before)}
-        rules.check_bytes((*known.values(), *images), {image.digest for image in own.row_images})
-        return tuple(known.get(image.digest, image) for image in images)
+        before = (image for answer in conversation.history.generations for image in answer.images)
+        earlier = {image.digest: image for image in (*conversation.row_images, *before)}
+        rules.check_bytes((*earlier.values(), *images), {image.digest for image in conversation.row_images})
+        return tuple(earlier.get(image.digest, image) for image in images)
 
     def count(self, name: str) -> bool:
         """Count one of `FIGURES`, here and in the conversation; whether it is the server's first."""

@@ -153,11 +153,11 @@ class ServedEngine:
             ids = call.conversation.history.continued(exact, ids)
         elif exact is not None:
             ids = exact_prompt(exact, self._tokenizer, ids, self._settings.eos_token_ids)
-        if (whole := call.expanded) is None or self._settings.image_rules is None:
+        if (expanded := call.expanded) is None or self._settings.image_rules is None:
             return PromptInput(ids)
-        if prompt["prompt_token_ids"] != whole.ids:
+        if prompt["prompt_token_ids"] != expanded.ids:
             raise Refused(400, "truncate_prompt_tokens may cut an image in two: leave it out")
-        return whole if exact is None else continued(whole, exact, ids, self._settings.image_rules)
+        return expanded if exact is None else continued(expanded, exact, ids, self._settings.image_rules)
 
     def _params(self, call: ServedCall, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
         """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
@@ -187,7 +187,7 @@ class ServedEngine:
 
 @contextmanager
 def _told(call: ServedCall) -> Iterator[None]:
-    """The client is told why its request is refused within, whatever vLLM makes of the exception."""
+    """Notes in the call why its request is refused within, so that the client is told whatever vLLM raises."""
     try:
         yield
     except Refused as refused:
@@ -215,12 +215,14 @@ def check_ready(worker: Engine, call: ServedCall) -> int | None:
 def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None:
     expected = vllm_sampling_params(trained, None)
     for name in set(params.__struct_fields__) - _FREE:
-        asked, own = (getattr(each, name) or None for each in (params, expected))
+        asked, trained_value = (getattr(source, name) or None for source in (params, expected))
         if name == "top_k":
-            asked, own = (None if value == -1 else value for value in (asked, own))  # 0 and -1 both truncate nothing
-        if name.startswith("_") or asked == own:
+            asked, trained_value = (
+                None if value == -1 else value for value in (asked, trained_value)
+            )  # 0 and -1 both truncate nothing
+        if name.startswith("_") or asked == trained_value:
             continue
-        trained_with = f"the policy is trained on samples drawn with {short(own)}"
+        trained_with = f"the policy is trained on samples drawn with {short(trained_value)}"
         raise Refused(400, f"{name} is {short(asked)}, but {trained_with}: leave it out")
 
 
@@ -306,13 +308,13 @@ def _root_logging_kept() -> Iterator[None]:
     """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
     and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
     """
-    own: list[logging.Logger | logging.Handler] = [logging.root, *logging.root.handlers]
-    levels = [(each, each.level) for each in own]
+    loggers: list[logging.Logger | logging.Handler] = [logging.root, *logging.root.handlers]
+    levels = [(logger, logger.level) for logger in loggers]
     try:
         yield
     finally:
-        for each, level in levels:
-            each.setLevel(level)
+        for logger, level in levels:
+            logger.setLevel(level)
 
 
 async def build_openai_app(engine: ServedEngine, settings: ServerSettings) -> Any:
