@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -57,11 +56,8 @@ def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
         list_tools([McpServer("shelf", ["/no/such/program"])])
 
 
-def test_the_server_that_is_shown_in_full_is_one(tmp_path: Path) -> None:
-    code = re.search(r"```python\n(# dates\.py\n.*?)```", (ROOT / "docs" / "rollouts.md").read_text(), re.DOTALL)
-    assert code is not None
-    (tmp_path / "dates.py").write_text(code[1])
-    server = McpServer("dates", [sys.executable, str(tmp_path / "dates.py")], env=SEARCH)
+def test_the_example_server_is_one(tmp_path: Path) -> None:
+    server = McpServer("dates", [sys.executable, f"{ROOT}/scripts/examples/dates.py"], env=SEARCH)
     queues = {"a": [call("weekday", date="2026-02-14"), say("ok")]}
     (told,) = converse(list_tools([server]), tmp_path, queues, name="dates", command=server.command).values()
     assert "tool\nSaturday" in TOKENIZER.decode(told.response_ids) and told.error == ""
