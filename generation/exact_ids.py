@@ -331,20 +331,20 @@ class ChatHistory(History):
             text = self._tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, **kwargs)
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        whole = render(messages, add_generation_prompt=True, **template_kwargs)
-        known = self.known_prefix(messages)
-        if known is None:
-            return whole
-        rendered = render(messages[: known.messages], add_generation_prompt=False, **template_kwargs)
-        return self.continued(replace(known, rendered=rendered), whole)
+        rendered_ids = render(messages, add_generation_prompt=True, **template_kwargs)
+        prefix = self.known_prefix(messages)
+        if prefix is None:
+            return rendered_ids
+        rendered = render(messages[: prefix.messages], add_generation_prompt=False, **template_kwargs)
+        return self.continued(replace(prefix, rendered=rendered), rendered_ids)
 
-    def continued(self, known: KnownPrefix, whole: Sequence[int]) -> list[int]:
-        """The prompt that the template renders as `whole`, with the known ids where they can be kept."""
+    def continued(self, prefix: KnownPrefix, rendered: Sequence[int]) -> list[int]:
+        """The prompt that the template renders as `rendered`, with the known ids where they can be kept."""
         try:
-            return replace_prefix_tokens(self._tokenizer, known.ids, known.rendered, whole, self._ends)
+            return replace_prefix_tokens(self._tokenizer, prefix.ids, prefix.rendered, rendered, self._ends)
         except ValueError:
             self.retemplated += 1
-            return list(whole)
+            return list(rendered)
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -443,8 +443,10 @@ class _Turns:
     Segments are the ids between two ends; the last one follows the last end, and may be empty.
     """
 
-    def __init__(self, tokenizer: Any, ends: frozenset[int], until_answer: Sequence[int], whole: Sequence[int]) -> None:
-        self._tokenizer, self._ends, self._whole = tokenizer, ends, list(whole)
+    def __init__(
+        self, tokenizer: Any, ends: frozenset[int], until_answer: Sequence[int], rendered_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer, self._ends, self._whole = tokenizer, ends, list(rendered_ids)
         template = getattr(tokenizer, "chat_template", None)
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
         *self._rendered, after = self._segments(until_answer)
@@ -452,7 +454,7 @@ class _Turns:
             reason = "the chat template writes no EOS token behind answers, so the exact ids cannot be kept"
             raise ValueError(f"{reason}; its rendering ends with {self._text(after)[-80:]!r}")
         # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
-        pairs = zip(self._rendered[-1], self._segments(whole)[-1], strict=False)
+        pairs = zip(self._rendered[-1], self._segments(rendered_ids)[-1], strict=False)
         shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         self._header = [] if self._blank(shared) else shared
 

@@ -202,13 +202,15 @@ class PromptInput:
         return type(self)(self.ids + ids, self.images + images, self.spans + moved)
 
 
-def split_images(messages: ChatMessages, others: Sequence[Any] = ()) -> tuple[list[dict[str, Any]], list[Any]]:
+def split_images(
+    messages: ChatMessages, sources_elsewhere: Sequence[Any] = ()
+) -> tuple[list[dict[str, Any]], list[Any]]:
     """Messages in which an image is `{"type": "image"}` and nothing more, and the sources of their images in order.
 
     A part of a message holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the place of
-    the next of `others`. Raises ValueError, a sentence without its subject, where those are fewer or more.
+    the next of `sources_elsewhere`. Raises ValueError, a sentence without its subject, where those are fewer or more.
     """
-    rest, plain, sources = iter(others), [], []
+    rest, plain, sources = iter(sources_elsewhere), [], []
     for message in messages:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -247,7 +249,7 @@ class ImageRules:
     """The rules by which a run reads and limits images.
 
     Attributes:
-        most: of a prompt and its answer together.
+        most: the largest number of images in a prompt and its answer together.
         max_bytes: of the images that come up in one episode, as they are encoded.
         fetch: whether clients' images at remote addresses are fetched.
     """

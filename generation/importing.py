@@ -36,7 +36,7 @@ def load(spec: str) -> Any:
     if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{spec!r:.80} names nothing that can be imported: write pkg.mod:Name or path/file.py:Name")
     try:
-        found: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+        value: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except FileNotFoundError as error:
         raise ValueError(f"{spec!r} cannot be loaded: {error}") from error
     except BaseException as error:  # whatever the user's module does while it is imported
@@ -44,12 +44,12 @@ def load(spec: str) -> Any:
             raise  # a signal's, by the caller's own handler
         raise ValueError(f"{spec!r} cannot be loaded: importing it raised {type(error).__name__}: {error}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, [known for known in vars(found) if not known.startswith("_")], n=1)
+        if not hasattr(value, part):
+            close = difflib.get_close_matches(part, [name for name in vars(value) if not name.startswith("_")], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"{spec!r} cannot be loaded: {home} has no {name!r}{hint}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -73,8 +73,8 @@ class Trajectory:
         place = f"prompt {self.prompt_index} sample {self.sample_index}"
         ids, mask, logprobs = len(self.response_ids), len(self.loss_mask), len(self.logprobs)
         if not ids == mask == logprobs:
-            found = f"{ids} response ids, {mask} mask entries and {logprobs} log-probabilities"
-            raise ValueError(f"{place}: {found} must be equally many")
+            lengths = f"{ids} response ids, {mask} mask entries and {logprobs} log-probabilities"
+            raise ValueError(f"{place}: {lengths} must be equally many")
         self.versions = checked_versions(self.versions or [(self.weight_version, 0)], ids, place)
         self.weight_version = self.versions[-1][0]
 
@@ -91,15 +91,15 @@ def checked_versions(versions: Iterable[Sequence[int]], tokens: int, place: str)
     Raises ValueError, which begins with `place`, where the first does not begin at 0, or one begins after the end, or
     versions or indices do not ascend.
     """
-    found = [(int(version), int(start)) for version, start in versions]
-    starts = [start for _, start in found]
-    if not found or starts[0] != 0:
-        raise ValueError(f"{place}: versions {found} leave the first tokens out: the first must begin at 0")
+    pairs = [(int(version), int(start)) for version, start in versions]
+    starts = [start for _, start in pairs]
+    if not pairs or starts[0] != 0:
+        raise ValueError(f"{place}: versions {pairs} leave the first tokens out: the first must begin at 0")
     if starts[-1] >= max(tokens, 1):
         raise ValueError(f"{place}: a version begins at token {starts[-1]}, but there are {tokens} tokens")
-    if any(after <= before for pair in pairwise(found) for before, after in zip(*pair, strict=True)):
-        raise ValueError(f"{place}: versions {found} must ascend, and so must the tokens at which they begin")
-    return found
+    if any(after <= before for pair in pairwise(pairs) for before, after in zip(*pair, strict=True)):
+        raise ValueError(f"{place}: versions {pairs} must ascend, and so must the tokens at which they begin")
+    return pairs
 
 
 def merged_versions(versions: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -111,9 +111,9 @@ def merged_versions(versions: Iterable[tuple[int, int]]) -> list[tuple[int, int]
     return merged
 
 
-def checked_reward(value: Any, said: str) -> float:
+def checked_reward(value: Any, description: str) -> float:
     """A reward that can be learned from: a number that is finite as a float32. Raises ValueError, which begins with
-    `said`: "the client returned nan, which is not a finite float32".
+    `description`: "the client returned nan, which is not a finite float32".
     """
     try:
         if isinstance(value, str | bytes):
@@ -122,11 +122,11 @@ def checked_reward(value: Any, said: str) -> float:
     except OverflowError:  # of a large int
         number = math.inf
     except (TypeError, ValueError, RuntimeError) as error:  # the last two are of arrays and tensors
-        raise ValueError(f"{said} {type(value).__name__}, which is not a number") from error
+        raise ValueError(f"{description} {type(value).__name__}, which is not a number") from error
     with np.errstate(over="ignore"):  # of a number beyond any float32
         if np.isfinite(np.float32(number)):
             return number
-    raise ValueError(f"{said} {number}, which is not a finite float32")
+    raise ValueError(f"{description} {number}, which is not a finite float32")
 
 
 def check_rewards(trajectory: Trajectory, source: str) -> None:

@@ -45,9 +45,9 @@ def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
         return [fill_defaults(inner, environ) for inner in value]
     if not isinstance(value, str):
         return value
-    if whole := _DEFAULT.fullmatch(value):
-        return _typed(environ.get(whole[1], whole[2]), whole[1])
-    return _DEFAULT.sub(lambda found: environ.get(found[1], found[2]), value)
+    if complete := _DEFAULT.fullmatch(value):
+        return _typed(environ.get(complete[1], complete[2]), complete[1])
+    return _DEFAULT.sub(lambda match: environ.get(match[1], match[2]), value)
 
 
 class _CountingVisitor(GrammarVisitor):
@@ -102,7 +102,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """One file, includes and all; `above` are the files that include it."""
     loaded = _load(path, above)
     if os.path.realpath(path) in map(os.path.realpath, above):
-        cycle = " includes ".join([str(above[0]), *(each.name for each in (*above[1:], path))])
+        cycle = " includes ".join([str(above[0]), *(file.name for file in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
     values = fill_defaults(loaded)
     for key, section in values.items():
@@ -115,14 +115,14 @@ def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Pa
     """The contents of the files that `values` includes, overridden by `values` itself."""
     if INCLUDES not in values:
         return values
-    own = dict(values)
-    names = own.pop(INCLUDES)
+    section = dict(values)
+    names = section.pop(INCLUDES)
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: {key} is {names!r}, but should be a list of files")
     parts = [_read(path.parent / name, (*above, path)) for name in names]
     try:
-        merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, own]))
+        merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, section]))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {key}: what stands there does not merge with it: {first_line(error)}") from error
     return OmegaConf.to_container(merged, resolve=False)  # type: ignore[return-value]

@@ -89,9 +89,9 @@ class LoadBalancer:
             "requests": lambda _: self._fewest_requests(self._counts()),
             "round-robin": lambda _: self._in_turn(),
         }
-        known = list(self._choose)
-        if unknown := [name for name in self.strategies if name not in known]:
-            raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{', '.join(map(repr, known))}}}")
+        names = list(self._choose)
+        if unknown := [name for name in self.strategies if name not in names]:
+            raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{', '.join(map(repr, names))}}}")
         if not self.strategies:
             raise ValueError("At least one strategy must be provided")
         self.strategy = self.strategies[0]
@@ -186,8 +186,8 @@ class LoadBalancer:
         except Exception as error:  # a prefix's engine is a good choice without knowing loads, too
             log.warning("Could not check actor load: %s", error)
             return preferred
-        own = counts[preferred]
-        overloaded = own >= self.overload_floor and own * len(counts) > sum(counts) * self.overload_threshold
+        count = counts[preferred]
+        overloaded = count >= self.overload_floor and count * len(counts) > sum(counts) * self.overload_threshold
         return self._fewest_requests(counts) if overloaded else preferred
 
 
@@ -206,6 +206,6 @@ def routing_key(prompt: Any, prefix_length: int) -> bytes:
         return ("ids " + " ".join([str(int(token)) for token in prompt[:prefix_length]])).encode()
     inner = prompt.get if isinstance(prompt, Mapping) else lambda name: getattr(prompt, name, None)
     for name in ("prompt_token_ids", "prompt"):
-        if (found := inner(name)) is not None:
-            return routing_key(found, prefix_length)
+        if (part := inner(name)) is not None:
+            return routing_key(part, prefix_length)
     raise ValueError(f"Unsupported prompt type: {type(prompt).__name__}")

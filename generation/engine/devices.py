@@ -49,10 +49,10 @@ def cuda_problem() -> str | None:
 def driver_version() -> str | None:
     """Version of the loaded driver (`580.65.06`); None where it does not say."""
     try:
-        found = re.search(r"Kernel Module[^\n]*?\s(\d+(?:\.\d+)+)\s", _DRIVER_FILE.read_text("utf-8"))
+        match = re.search(r"Kernel Module[^\n]*?\s(\d+(?:\.\d+)+)\s", _DRIVER_FILE.read_text("utf-8"))
     except OSError:
         return None
-    return found and found[1]
+    return match and match[1]
 
 
 def torch_cuda() -> str | None:
@@ -61,8 +61,8 @@ def torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     text = Path(spec.origin).with_name("version.py").read_text("utf-8")
-    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found and found[1]
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match and match[1]
 
 
 def device_count() -> int:
@@ -133,8 +133,8 @@ def full_uuids(devices: list[str]) -> list[str]:
     """
     if not any(device.startswith("GPU-") for device in devices):
         return devices
-    known = _ask_driver("uuid").split()
-    return [next((uuid for uuid in known if "-" in device and uuid.startswith(device)), device) for device in devices]
+    uuids = _ask_driver("uuid").split()
+    return [next((uuid for uuid in uuids if "-" in device and uuid.startswith(device)), device) for device in devices]
 
 
 def _ask_driver(figures: str, *options: str) -> str:

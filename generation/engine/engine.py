@@ -128,9 +128,9 @@ class Engine:
                 raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
             outputs = await self.request_in_slices(answer, params, turnstile, seen)
             last = outputs[-1].outputs[0]
-            whole = answer.finished(last.finish_reason or "abort")
-            whole.routes = last.routed_experts  # of the last slice, whose prompt was all before it
-            return whole
+            generation = answer.finished(last.finish_reason or "abort")
+            generation.routes = last.routed_experts  # of the last slice, whose prompt was all before it
+            return generation
         prompt = await self.prompt(seen)
         if growing is not None:
             params.output_kind = type(params.output_kind).CUMULATIVE
@@ -186,11 +186,11 @@ class Engine:
         outputs: list[RequestOutput] = []
         while not outputs or (outputs[-1].outputs[0].finish_reason == "length" and answer.left):
             async with turnstile.slice(answer) as (version, tokens):
-                own = params.clone()
-                own.seed = None if params.seed is None else answer.seed
-                own.max_tokens = tokens
+                slice_params = params.clone()
+                slice_params.seed = None if params.seed is None else answer.seed
+                slice_params.max_tokens = tokens
                 prompt = await self.prompt(replace(seen, ids=answer.prompt_ids + answer.token_ids))
-                outputs.append(await self.request(prompt, own, policy_version=version, **options))
+                outputs.append(await self.request(prompt, slice_params, policy_version=version, **options))
             answer.add(generations_of(outputs[-1], version)[0])
         return outputs
 
@@ -212,9 +212,9 @@ class Engine:
         for completion in (c for c in output.outputs if c.finish_reason is not None):
             # vllm/v1/engine/parallel_sampling.py, get_child_info
             name = request_id if count == 1 else f"{completion.index}_{request_id}"
-            [found, *_] = await self.ask_workers("hotbunk_take_routes", name)
-            layers, top_k, dtype = found["format"]
-            rows = np.frombuffer(found["routes"], dtype).reshape(-1, layers, top_k)
+            [taken, *_] = await self.ask_workers("hotbunk_take_routes", name)
+            layers, top_k, dtype = taken["format"]
+            rows = np.frombuffer(taken["routes"], dtype).reshape(-1, layers, top_k)
             length = len(output.prompt_token_ids or []) + len(completion.token_ids)
             completion.routed_experts = rows[: length - 1]  # the engine may have computed more than it returns
 

@@ -168,7 +168,7 @@ class ReplicatedEngine(Engine):
         no_room.cancel()
 
     def _note_no_room(self) -> None:
-        if not any(each.placed.done() for each in self._coming):
+        if not any(replica.placed.done() for replica in self._coming):
             import ray
 
             workers, on_gpus = self.settings.tensor_parallel_size, bool(self.settings.device_indices)
@@ -184,7 +184,7 @@ class ReplicatedEngine(Engine):
     def _note_start(self, replica: Replica) -> None:
         """Say so in the midst of a run."""
         if self.state.latest >= 0 and not replica.started.cancelled() and replica.started.exception() is None:
-            ready = len(self.members) + sum(each.started.done() for each in self._coming)
+            ready = len(self.members) + sum(coming.started.done() for coming in self._coming)
             log.warning("%s has started: %d of %d from the next update on", replica.name, ready, self._count)
 
     async def join(self) -> bool:
@@ -210,8 +210,8 @@ class ReplicatedEngine(Engine):
         """Replace a replica that has died, if it was not done yet. Raises RuntimeError: too many have."""
         if replica not in (*self.members, *self._coming):
             return
-        own = self.members if replica in self.members else self._coming
-        own.remove(replica)
+        replicas = self.members if replica in self.members else self._coming
+        replicas.remove(replica)
         replica.kill()
         self._changed, now = True, time.monotonic()
         self._deaths = [at for at in self._deaths if now - at < _HOUR] + [now]
@@ -361,9 +361,9 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
 
     ray_constants.ENABLE_RAY_CLUSTER = False  # where somebody has imported it before
     folder = f"{tempfile.gettempdir()}/ray"
-    own = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
+    options = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
     cores = max(cpus, os.cpu_count() or 1)
-    ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **own, **quiet)
+    ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **options, **quiet)
 
 
 def join_once(cpus: int) -> Callable[[], None]:

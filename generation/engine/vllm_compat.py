@@ -151,7 +151,7 @@ def fork_engines() -> Callable[[], None]:
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default."""
-    arguments: dict[str, Any] = {name: getattr(settings, own) for name, own in VLLM_NAMES.items()} | {
+    arguments: dict[str, Any] = {name: getattr(settings, field) for name, field in VLLM_NAMES.items()} | {
         "tokenizer": settings.tokenizer or settings.model,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
@@ -214,8 +214,8 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments = engine_arguments(settings)
-    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
-    if unknown := sorted(set(arguments) - known):
+    names = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    if unknown := sorted(set(arguments) - names):
         import vllm
 
         raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
@@ -273,14 +273,14 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
 
 def engine_processes(engine: "AsyncLLM") -> list[psutil.Process]:
     """The engine core and its workers, without what Python and torch start for their own use."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for started in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
         with suppress(psutil.NoSuchProcess):  # it has ended at once
-            found.append(core := psutil.Process(started.pid))
+            processes.append(core := psutil.Process(started.pid))
             for child in core.children(recursive=True):
                 line = " ".join(child.cmdline())
-                found += [child] if "resource_tracker" not in line and "compile_worker" not in line else []
-    return found
+                processes += [child] if "resource_tracker" not in line and "compile_worker" not in line else []
+    return processes
 
 
 def killed_at_start(error: BaseException | None) -> bool:
@@ -297,12 +297,12 @@ def worker_memory() -> set[Path]:
     they are killed it stays: no resource tracker knows of it. That of calls (160 MiB an engine,
     vllm/distributed/device_communicators/shm_broadcast.py) stays until this process ends, even at an orderly end.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(OSError):  # it has ended meanwhile
             lines = Path(f"/proc/{process.pid}/maps").read_text("utf-8", "replace").splitlines()
-            found |= {Path(line.split()[5]) for line in lines if re.search("/dev/shm/(vllm_dist|psm)_", line)}
-    return found
+            files |= {Path(line.split()[5]) for line in lines if re.search("/dev/shm/(vllm_dist|psm)_", line)}
+    return files
 
 
 def adapter_request(number: int | None) -> "LoRARequest | None":
@@ -374,10 +374,10 @@ def check_version(version: str | None = None) -> None:
         import vllm
 
         version = vllm.__version__
-    found = re.match(r"(\d+)\.(\d+)", str(version))
-    if found is None or "dev" in str(version) or os.environ.get("HOTBUNK_ANY_VLLM") == "1":
+    match = re.match(r"(\d+)\.(\d+)", str(version))
+    if match is None or "dev" in str(version) or os.environ.get("HOTBUNK_ANY_VLLM") == "1":
         return
-    if not SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]:
+    if not SUPPORTED[0] <= (int(match[1]), int(match[2])) < SUPPORTED[1]:
         raise ImportError(f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release")
 
 

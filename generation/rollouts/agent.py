@@ -72,13 +72,13 @@ async def converse(
                     for i, (call, reply) in enumerate(zip(calls, replies, strict=True))
                 ]
             )
-        said = await respond(chat.answer) if respond is not None and not calls else None
+        reply = await respond(chat.answer) if respond is not None and not calls else None
         if after_turn is not None:
             await after_turn()
-        if not calls and (said is None or generation.finish_reason != "stop"):
+        if not calls and (reply is None or generation.finish_reason != "stop"):
             return
-        if said is not None and not last:
-            chat.add([{"role": "user", "content": tools.image_parts(said) or said}])
+        if reply is not None and not last:
+            chat.add([{"role": "user", "content": tools.image_parts(reply) or reply}])
         if last:
             chat.finish_reason = "max_turns"
             return
@@ -128,8 +128,8 @@ def pending_call(text: str, tags: InlineTags) -> str | None:
     The last token may reach a little beyond the end tag. An end tag without a start is an empty call, which gets an
     error for an answer.
     """
-    before, found, _ = text.rpartition(tags.end)
-    if not found:
+    before, end, _ = text.rpartition(tags.end)
+    if not end:
         return None
     return before.rpartition(tags.start)[2] if tags.start in before else ""
 
@@ -188,11 +188,11 @@ def environment_rollout(
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         call = agent.runner.call
         environment = await llm.outside(call(functools.partial(make or cls, **kwargs)))
-        own = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
+        bound = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
         try:
             observation = await llm.outside(call(_asked_for(environment.reset, row)))
             chat = _after_reset(llm, observation, agent)
-            return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **own}))
+            return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **bound}))
         finally:
             if hasattr(environment, "close"):
                 await call(environment.close)
@@ -205,8 +205,8 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
     cls, turn_rewards = type(environment).__name__, list[float]()
 
     async def turn_reward() -> None:
-        given = await chat.llm.outside(agent.runner.call(environment.turn_reward))
-        turn_rewards.append(checked_reward(given, f"{cls}.turn_reward returned, in turn {chat.turns},"))
+        value = await chat.llm.outside(agent.runner.call(environment.turn_reward))
+        turn_rewards.append(checked_reward(value, f"{cls}.turn_reward returned, in turn {chat.turns},"))
 
     async def respond(answer: str) -> str | None:
         call = agent.runner.call(functools.partial(environment.respond, answer))
@@ -218,12 +218,12 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
     trajectory, final = chat.trajectory(text=chat.answer), dict[str, float]()
     if (function := getattr(environment, "get_reward", None)) is not None:
         asked_for = [trajectory] if inspect.signature(function).parameters else []
-        given = await chat.llm.outside(agent.runner.call(functools.partial(function, *asked_for)))
-        said = f"{cls}.get_reward returned"
-        if isinstance(given, dict):
-            final = {name: checked_reward(value, f"{said} as {name!r}") for name, value in given.items()}
+        returned = await chat.llm.outside(agent.runner.call(functools.partial(function, *asked_for)))
+        description = f"{cls}.get_reward returned"
+        if isinstance(returned, dict):
+            final = {name: checked_reward(value, f"{description} as {name!r}") for name, value in returned.items()}
         else:
-            final = {"final": checked_reward(given, said)}
+            final = {"final": checked_reward(returned, description)}
     trajectory.turn_rewards = turn_rewards
     trajectory.reward = sum(turn_rewards) + sum(final.values())
     trajectory.reward_parts = {"environment": trajectory.reward} | (final if len(final) > 1 else {})
@@ -244,17 +244,17 @@ def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation
         return llm.conversation()
     if isinstance(observation, str) and llm.messages is None:
         return llm.conversation(llm.prompt_ids + llm.tokenizer(observation, add_special_tokens=False)["input_ids"])
-    own: tuple[Image, ...] = ()
+    images: tuple[Image, ...] = ()
     if (added := tools.image_parts(observation) or observation) is not observation or isinstance(added, str):
         *before, last = llm.messages or []
-        observation, own = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
+        observation, images = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
     settings = {"add_generation_prompt": True} | llm.settings.chat_template_kwargs
     if agent.describe and (schemas := [tool.schema for tool in agent.tools.values()]):
         settings["tools"] = schemas
     if llm.image_rules is None:
         text = llm.tokenizer.apply_chat_template(observation, tokenize=False, **settings)
         return llm.conversation(list(llm.tokenizer(text, add_special_tokens=False)["input_ids"]))
-    messages, sources = split_images(observation, own)
+    messages, sources = split_images(observation, images)
     images = llm.conversation([]).read_images(sources)
     ids, spans = llm.image_rules.processor.expand(messages, images, **settings)
     chat = llm.conversation(ids)
@@ -266,5 +266,8 @@ def _joined(before: Content, added: Content) -> Content:
     """A message's content with more behind it, on a line of its own."""
     if isinstance(before, str) and isinstance(added, str):
         return f"{before}\n{added}"
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (before, "\n", added)]
-    return [part for own in parts for part in own]
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for content in (before, "\n", added)
+    ]
+    return [part for content_parts in parts for part in content_parts]

@@ -112,7 +112,7 @@ class ClientRollout:
             row = {**row, "images": [image.data_url() for image in llm.images]}
         run = functools.partial(self.client, server.address(key), key, MODEL, row)
         try:
-            given = await self._in_time(asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile)
+            returned = await self._in_time(asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile)
         finally:
             lost, fatal, trajectories = server.lost_keys(key), server.fatal(key), server.take(key)
             if fatal is not None:
@@ -123,18 +123,18 @@ class ClientRollout:
             raise LostKey(f"the client lost its key: {lost} of its requests came without the api_key it was given")
         if not trajectories:
             raise ValueError("the client ended without an answer of the policy: it must use base_url and api_key")
-        scored = given if isinstance(given, Scored) else Scored(given)
-        parts, said = scored.reward, "the client returned"
+        scored = returned if isinstance(returned, Scored) else Scored(returned)
+        parts, description = scored.reward, "the client returned"
         if isinstance(parts, Mapping):
-            parts = {str(name): checked_reward(value, f"{said} as {name!r}") for name, value in parts.items()}
-            reward = checked_reward(sum(parts.values()), said)
+            parts = {str(name): checked_reward(value, f"{description} as {name!r}") for name, value in parts.items()}
+            reward = checked_reward(sum(parts.values()), description)
         else:
-            parts, reward = {}, 0.0 if parts is None else checked_reward(parts, said)
+            parts, reward = {}, 0.0 if parts is None else checked_reward(parts, description)
         for trajectory in trajectories:
             trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
             trajectory.reward, trajectory.reward_parts = reward, dict(parts)
         for name, value in scored.metrics.items():
-            trajectories[0].metrics[f"client/{name}"] = checked_reward(value, f"{said} as metric {name!r}")
+            trajectories[0].metrics[f"client/{name}"] = checked_reward(value, f"{description} as metric {name!r}")
         return trajectories
 
     async def _in_time(self, running: "asyncio.Future[Any]", turnstile: Turnstile | None) -> Any:
@@ -153,14 +153,14 @@ class ClientRollout:
             running.cancel()
 
     async def _start(self, llm: PolicyLLM) -> tuple[CapturingServer, EngineThread]:
-        own, eos = llm.settings.sampling, llm.tokenizer.eos_token_id
+        sampling, eos = llm.settings.sampling, llm.tokenizer.eos_token_id
         server = await self.start_server(
             llm.engine,
             model_name=MODEL,
             # Without one of the user's it is given to nobody: only keys of open trajectories are answered.
             api_key=os.environ.get("HOTBUNK_API_KEY") or secrets.token_urlsafe(32),
-            sampling=own,
-            eos_token_ids=tuple(sorted({*own.stop_token_ids, *([eos] if eos else [])})),
+            sampling=sampling,
+            eos_token_ids=tuple(sorted({*sampling.stop_token_ids, *([eos] if eos else [])})),
             image_rules=llm.image_rules,
         )
         if "HOTBUNK_API_KEY" in os.environ:

@@ -43,7 +43,7 @@ class ClientError(RuntimeError):
 
 @dataclass(frozen=True)
 class ClientCommand:
-    """How to start a client.
+    """The command that starts a client.
 
     Attributes:
         command: program and arguments.
@@ -139,9 +139,9 @@ class _Process:
 
     def __init__(self, settings: ClientCommand) -> None:
         self._ours, theirs = socket.socketpair()
-        own = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+        inherited = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
         number = theirs.fileno()
-        environment = own | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
+        environment = inherited | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
         self._program = settings.command[0]
         try:
             with Copier(settings.log) as self._copier:
@@ -167,10 +167,10 @@ class _Process:
         self._reader, self._writer = await asyncio.open_connection(sock=self._ours, limit=LONGEST_LINE)
         try:
             async with asyncio.timeout(START_SECONDS):
-                said = await self._line()
+                message = await self._line()
         except TimeoutError as late:
             raise ClientError(f"{self._program} was not ready within {START_SECONDS:g} s{self._words()}") from late
-        if said.get("ready") is not True:
+        if message.get("ready") is not True:
             raise ClientError(f'{self._program} began with something else than {{"ready": true}}')
 
     def alive(self) -> bool:
@@ -179,11 +179,11 @@ class _Process:
         return quiet and not self._reader.at_eof() and not self._ended()
 
     def _ended(self) -> bool:
-        """Whether it has; it is not reaped before `kill`, so that its number and its group's stay its own."""
+        """Return True if the process has ended; it is not reaped before `kill`, so that its number stays its own."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer. Raises ClientError."""
+        """Ask the client a question, and return its answer. Raises ClientError."""
         assert self._writer is not None
         name = secrets.token_hex(8)  # which it cannot know before it is asked
         line = json.dumps({"id": name} | question, default=str).encode()
@@ -200,7 +200,7 @@ class _Process:
     async def _line(self) -> dict[str, Any]:
         try:
             line = await self._reader.readuntil(b"\n")
-            said = json.loads(line)
+            message = json.loads(line)
         except asyncio.LimitOverrunError as error:
             raise ClientError(f"{self._program} sent a line of more than {LONGEST_LINE:,} bytes") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -213,12 +213,12 @@ class _Process:
             raise ClientError(f"{self._program} {ended} before it answered{self._words()}") from error
         except (ValueError, RecursionError) as error:
             raise ClientError(f"{self._program} sent a line that is not JSON") from error
-        if not isinstance(said, dict):
+        if not isinstance(message, dict):
             raise ClientError(f"{self._program} sent a line that is not a JSON object")
-        return said
+        return message
 
     def _words(self) -> str:
-        """What it printed last; it is killed for it, so that all of that is here."""
+        """Kill the process, so that all its output is here, and return what it printed last."""
         self.kill()
         lines = self._copier.end().split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -129,14 +129,14 @@ class PolicyLLM:
         return generation
 
     def _own_images(self, prompt_ids: Sequence[int]) -> tuple[tuple[Image, ...], Spans]:
-        own = self.images and list(prompt_ids[: len(self.prompt_ids)]) == self.prompt_ids
-        return (self.images, self.image_spans) if own else ((), ())
+        begins_alike = self.images and list(prompt_ids[: len(self.prompt_ids)]) == self.prompt_ids
+        return (self.images, self.image_spans) if begins_alike else ((), ())
 
     def add_routes(self, trajectory: Trajectory) -> None:
         """Give a trajectory the routes of its latest answer, which are those of all tokens before as well."""
         ids = trajectory.prompt_ids + trajectory.response_ids
-        own = (answer for answer in reversed(self.sampled) if ids[: len(answer.ids)] == answer.ids)
-        if trajectory.routes is None and (latest := next(own, None)) is not None:
+        answers = (answer for answer in reversed(self.sampled) if ids[: len(answer.ids)] == answer.ids)
+        if trajectory.routes is None and (latest := next(answers, None)) is not None:
             trajectory.routes = latest.routes
 
     @asynccontextmanager
@@ -281,7 +281,7 @@ class Conversation(Trajectory):
 
     def trajectory(self, **changes: Any) -> Trajectory:
         """The trajectory so far, with other values for some fields of `Trajectory`."""
-        return Trajectory(**({own.name: getattr(self, own.name) for own in fields(self)} | changes))
+        return Trajectory(**({field.name: getattr(self, field.name) for field in fields(self)} | changes))
 
 
 RolloutFunction = Callable[[PolicyLLM, dict[str, Any], SamplingSettings], Awaitable[Trajectory | list[Trajectory]]]

@@ -218,7 +218,7 @@ class CarriedEpisodes:
 
     @property
     def elsewhere(self) -> int:
-        """Those of them that are in tools, in their own code, or being scored. For any thread."""
+        """The number of episodes that are in tools, in their own code, or being scored. For any thread."""
         return self.slices.elsewhere
 
     def complete(self) -> list[int]:

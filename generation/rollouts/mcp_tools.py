@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")  # as the specification of MCP says
 
 @dataclass(frozen=True)
 class McpServer:
-    """How a server is reached: by its command line, or by its address; `shared`: one session for all trajectories."""
+    """A server, started by its command line or reached at its address; `shared`: one session for all trajectories."""
 
     name: str
     command: Sequence[str] = ()
@@ -49,7 +49,7 @@ class McpServer:
 
 @dataclass
 class Output:
-    """How much a server has written since it was last asked for something, and why it is not listened to any more."""
+    """The amount a server has written since it was last asked for something, and why nobody listens to it any more."""
 
     server: str
     characters: int = 0
@@ -97,8 +97,8 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
             return asyncio.run(ask(copier.input))
         except Exception as error:  # whatever the SDK makes of a program that may be anything
             late = f"it took more than {_LIST_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
-            reason, said = output.refused or late or _first(error), " ".join(copier.end().split())[-200:]
-            reason += f"; it said: {said}" if said else ""
+            reason, output_end = output.refused or late or _first(error), " ".join(copier.end().split())[-200:]
+            reason += f"; it said: {output_end}" if output_end else ""
             raise ValueError(f"the server {server.name!r} does not tell its tools: {reason}") from error
 
 
@@ -249,7 +249,7 @@ class McpTools:
         return sessions[server.name]
 
     def around(self, function: RolloutFunction) -> RolloutFunction:
-        """The same rollout, with sessions of its own, which end with it."""
+        """Give a rollout sessions of its own, which end with it."""
 
         async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory | list[Trajectory]:
             sessions: dict[str, _Session] = {}

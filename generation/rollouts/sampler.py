@@ -58,7 +58,7 @@ class FnCallRolloutSampler:
         self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
     ) -> None:
         """`functions` are plain and typed (level 2), or their names; after `max_turns` answers a conversation ends."""
-        loaded = [load(found) if isinstance(found, str) else found for found in functions]
+        loaded = [load(function) if isinstance(function, str) else function for function in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
         self._max_turns, self._limits = max_turns, limits or ToolLimits()
 
@@ -95,15 +95,15 @@ class FnCallRolloutSampler:
 
 
 def make_sampler(
-    found: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+    named: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> Sampler:
     """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
     where it can neither be called nor has a `generate` method, and what its `check_recipe`, if it has one, raises when
     it is given the `recipe`, a mapping of sections.
     """
-    made = found(**(kwargs or {})) if isinstance(found, type) else found
-    if kwargs and not isinstance(found, type):
-        raise ValueError(f"{found!r:.100} takes no kwargs: only a class is made with them")
+    made = named(**(kwargs or {})) if isinstance(named, type) else named
+    if kwargs and not isinstance(named, type):
+        raise ValueError(f"{named!r:.100} takes no kwargs: only a class is made with them")
     if recipe is not None and hasattr(made, "check_recipe"):
         made.check_recipe(recipe)
     if callable(made):
@@ -111,7 +111,7 @@ def make_sampler(
     if callable(generate := getattr(made, "generate", None)):
         return generate  # type: ignore[no-any-return]
     raise ValueError(
-        f"{found!r:.100} is not a sampler: it, or its generate, is called with (llm, prompts, sampling_params)"
+        f"{named!r:.100} is not a sampler: it, or its generate, is called with (llm, prompts, sampling_params)"
     )
 
 
@@ -202,10 +202,10 @@ def _trajectory(
             del values[length:]  # type: ignore[attr-defined]
         done.answer_start = min(done.answer_start, length)
         end = len(done.prompt_ids) + length
-        whole = [span for span in done.image_spans if span[0] < end]
-        if whole and sum(whole[-1]) > end:
+        complete = [span for span in done.image_spans if span[0] < end]
+        if complete and sum(complete[-1]) > end:
             raise ValueError(f"the sampler's result {index} is cut within an image")
-        done.images, done.image_spans = done.images[: len(whole)], tuple(whole)
+        done.images, done.image_spans = done.images[: len(complete)], tuple(complete)
     aborted = answer.finish_reason not in ("stop", "length")
     done.finish_reason = "error" if aborted else answer.finish_reason
     done.error = answer.error or (f"vLLM ended the request with {answer.finish_reason!r}" if aborted else "")
@@ -231,7 +231,7 @@ def _of_output(output: Any, history: History) -> tuple[Generation, int | None]:
 
 
 def _of_ids(result: Any, index: int, history: History) -> tuple[Generation, int | None]:
-    """The same for ids: those of a last answer (all before it counts, too), or a whole response, or its beginning."""
+    """Find the answer of a list of ids: a last answer (all before it counts, too), a whole response, or its start."""
     try:
         token_ids = [int(token) for token in result]
     except (TypeError, ValueError):

@@ -20,7 +20,7 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import History, generations_of
 from generation.images import ImageRules
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.sampler_prompts import Prompts, PromptText, Request
+from generation.rollouts.sampler_prompts import PromptReader, PromptText, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class SamplerLLM:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.history = History()
         self.fatal: Exception | None = None
-        self._prompts = Prompts(tokenizer, settings, batch, self.history, rules)
+        self._prompts = PromptReader(tokenizer, settings, batch, self.history, rules)
         self.sampling_params = vllm_sampling_params(settings.sampling, seed=None)
         self.sampling_params.detokenize = self.sampling_params.skip_special_tokens = True
         self._training = self.sampling_params
@@ -152,23 +152,27 @@ class SamplerLLM:
     def _wait(self, work: "_Work") -> "list[RequestOutput]":
         return waited_for(self._submit(work), self._timeout, "a call of the sampler")
 
-    def _params(self, given: Any, count: int) -> "list[SamplingParams]":
+    def _params(self, params_of_call: Any, count: int) -> "list[SamplingParams]":
         """Copies that ask for what a trajectory needs: the final output only, with log-probabilities and text."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+        listed = (
+            list(params_of_call)
+            if isinstance(params_of_call, Sequence) and not isinstance(params_of_call, str)
+            else [params_of_call] * count
+        )
         if len(listed) != count:
             raise ValueError(f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each")
-        own = list[SamplingParams]()
+        copies = list[SamplingParams]()
         for params in listed:
             if isinstance(params, Mapping):
                 check_request(params)
                 params = SamplingParams(**params)
-            own.append((params or self.sampling_params).clone())
-            own[-1].logprobs, own[-1].detokenize = own[-1].logprobs or 0, True
-            own[-1].output_kind = RequestOutputKind.FINAL_ONLY
-        return own
+            copies.append((params or self.sampling_params).clone())
+            copies[-1].logprobs, copies[-1].detokenize = copies[-1].logprobs or 0, True
+            copies[-1].output_kind = RequestOutputKind.FINAL_ONLY
+        return copies
 
     async def _run(self, requests: list[Request], params: "list[SamplingParams]") -> "list[RequestOutput]":
         return list(await asyncio.gather(*map(self._one, requests, params)))
@@ -220,16 +224,16 @@ def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
     """The difference of the distribution of `params` from training's, as "temperature is 0.5 instead of 1.0"; or ""."""
 
     def value(of: "SamplingParams", name: str) -> Any:
-        found = getattr(of, name)
-        return max(found, 0) if name == "top_k" else found or 0
+        setting = getattr(of, name)
+        return max(setting, 0) if name == "top_k" else setting or 0
 
     different = [name for name in _DISTRIBUTION if value(params, name) != value(training, name)]
     return ", ".join(f"{name} is {getattr(params, name)} instead of {getattr(training, name)}" for name in different)
 
 
-def _options(options: dict[str, Any], *known: str) -> dict[str, Any]:
+def _options(options: dict[str, Any], *allowed: str) -> dict[str, Any]:
     """The options of a call, checked. Raises ValueError naming one that has no meaning here."""
     check_request(options)
-    if unknown := sorted(set(options) - {"use_tqdm", *known}):
+    if unknown := sorted(set(options) - {"use_tqdm", *allowed}):
         raise ValueError(f"llm.generate and llm.chat take no {', '.join(unknown)} here")
     return options

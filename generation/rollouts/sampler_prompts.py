@@ -114,7 +114,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptReader:
     """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text.
 
     `rules`: how images are treated; None: prompts have none.
@@ -127,15 +127,15 @@ class Prompts:
     rules: ImageRules | None = None
 
     def requests(self, prompts: Any) -> list[Request]:
-        """Of a prompt or several: texts, lists of ids, or dictionaries with `prompt_token_ids` or `prompt`, and
-        `multi_modal_data`.
+        """Make requests of one or several prompts: texts, lists of ids, or dictionaries with `prompt_token_ids` or
+        `prompt`, and `multi_modal_data`.
         """
         one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        given = [prompts] if one else list(prompts)
-        return [self._request(prompt, i, self._place(i, len(given))) for i, prompt in enumerate(given)]
+        listed = [prompts] if one else list(prompts)
+        return [self._request(prompt, i, self._place(i, len(listed))) for i, prompt in enumerate(listed)]
 
     def chat_requests(self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> list[Request]:
-        """Of one or several conversations."""
+        """Make requests of one or several conversations."""
         if not messages:
             raise ValueError("llm.chat needs messages: a conversation, or a list of them")
         chats = [messages] if isinstance(messages[0], Mapping) else messages
@@ -146,12 +146,12 @@ class Prompts:
         ]
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
-        """Of a prompt in any form. One that continues an answer has its ids, its images, and its place."""
-        given: Any = []
+        """Make a request of a prompt in any form. One that continues an answer has its ids, images and place."""
+        sources: Any = []
         if isinstance(prompt, Mapping):
-            given = (prompt.get("multi_modal_data") or {}).get("image") or []
+            sources = (prompt.get("multi_modal_data") or {}).get("image") or []
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        images = self._read(given if isinstance(given, list | tuple) else [given])
+        images = self._read(sources if isinstance(sources, list | tuple) else [sources])
         if isinstance(prompt, PromptText):
             return self._checked(Request(self._then(_seen(prompt), "", images), prompt, position, prompt.place))
         if not isinstance(prompt, str):
@@ -172,23 +172,23 @@ class Prompts:
     def _chat_request(
         self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
     ) -> Request:
-        """Of a conversation; only the messages after the last known answer are rendered."""
+        """Make a request of a conversation; only the messages after the last known answer are rendered."""
         images: tuple[Image, ...] = ()
         if self.rules is not None:
             plain, sources = split_images(messages)
             images = self._read(sources)
             messages = _with_images(plain, images)
         plain = [template_message(message) for message in messages]
-        if (known := self.history.known_prefix(messages, position)) and (parent := known.answer):
-            text = following(self._rendered([*BEFORE, *plain[known.messages :]], **kwargs))
+        if (prefix := self.history.known_prefix(messages, position)) and (parent := prefix.answer):
+            text = following(self._rendered([*BEFORE, *plain[prefix.messages :]], **kwargs))
             seen = self._then(_seen(parent), text, images, parent)
             text = self.tokenizer.decode(seen.ids)
             return self._checked(Request(seen, text, position, parent.place, parent, messages))
         # A conversation that is no more than one of the batch's own prompts has that prompt's ids.
         same = [] if tools is not None else [prompt for prompt in self.batch if prompt.messages == messages]
         if same:
-            own = next((prompt for prompt in same if prompt.place == place), same[0])
-            return Request(_seen(own), own, position, place, messages=messages)
+            prompt_of_batch = next((prompt for prompt in same if prompt.place == place), same[0])
+            return Request(_seen(prompt_of_batch), prompt_of_batch, position, place, messages=messages)
         text = self._rendered(plain, tools=tools, **kwargs)
         return self._checked(
             Request(self._then(PromptInput([]), text, images), text, position, place, messages=messages)
@@ -213,7 +213,7 @@ class Prompts:
         parent: Generation | None = None,
         special: bool = False,
     ) -> PromptInput:
-        """What text stands for behind `start`, the end of which it may repeat where that is an answer, `parent`.
+        """Append text to `start`, the end of which it may repeat if that is an answer, `parent`.
 
         `images` are none, or all: those of `start`, and then one for each placeholder in the text. `special`: the
         tokenizer adds its special tokens.
@@ -235,8 +235,8 @@ class Prompts:
         if self.rules is None:
             return PromptInput(ids)
         begins = (p for p in self.batch if ids[: len(p.token_ids)] == p.token_ids)
-        known = parent or next(begins, None)
-        start = _seen(known) if known is not None else PromptInput([])
+        origin = parent or next(begins, None)
+        start = _seen(origin) if origin is not None else PromptInput([])
         added, later = ids[len(start.ids) :], _further(start, images)
         with subject("a prompt"):
             return start.followed_by(added, later, self.rules.processor.spans(added, later))
@@ -244,9 +244,9 @@ class Prompts:
     def _checked(self, request: Request) -> Request:
         """The request. Raises ValueError where its images, but for those of the row, are too large together."""
         if self.rules is not None:
-            own = (image for prompt in self.batch if prompt.place == request.place for image in prompt.images)
+            prompt_images = (image for prompt in self.batch if prompt.place == request.place for image in prompt.images)
             with subject("a prompt"):
-                self.rules.check_bytes(request.seen.images, {image.digest for image in own})
+                self.rules.check_bytes(request.seen.images, {image.digest for image in prompt_images})
         return request
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
@@ -254,13 +254,13 @@ class Prompts:
         return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
 
-def _seen(known: PromptText | Generation) -> PromptInput:
-    ids = known.token_ids if isinstance(known, PromptText) else known.ids
-    return PromptInput(ids, known.images, known.image_spans)
+def _seen(origin: PromptText | Generation) -> PromptInput:
+    ids = origin.token_ids if isinstance(origin, PromptText) else origin.ids
+    return PromptInput(ids, origin.images, origin.image_spans)
 
 
 def _further(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
-    """Those of `images` that `start` has not. Raises ValueError where it has others."""
+    """Return the images behind those of `start`. Raises ValueError if `images` does not begin with those."""
     if images and images[: len(start.images)] != start.images:
         raise ValueError("a prompt's images must begin with those of the prompt that it continues")
     return images[len(start.images) :]

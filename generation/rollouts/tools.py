@@ -101,13 +101,13 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except KeyError as error:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise ValueError(f"{name!r} is not a tool parser: vLLM has {known}") from error
+        names = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise ValueError(f"{name!r} is not a tool parser: vLLM has {names}") from error
     request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
 
     def parse(text: str) -> list[ToolCall]:
-        found = parser.extract_tool_calls(text, request).tool_calls
-        return [named_call(call.function.name, call.function.arguments) for call in found]
+        calls = parser.extract_tool_calls(text, request).tool_calls
+        return [named_call(call.function.name, call.function.arguments) for call in calls]
 
     return parse
 
@@ -198,9 +198,9 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     entries: dict[str, str] = {}
     last = ""
     for line in sections.get("Args", sections.get("Arguments", sections.get("Parameters", ""))).splitlines():
-        if found := _ENTRY.fullmatch(line.strip()):
-            last = found[1]
-            entries[last] = found[2]
+        if match := _ENTRY.fullmatch(line.strip()):
+            last = match[1]
+            entries[last] = match[2]
         elif last and line.strip():
             entries[last] += " " + line.strip()
     return " ".join(parts[0].split()), entries
@@ -326,22 +326,26 @@ def cut_contents(
 ) -> tuple[list[Content], int]:
     """As `cut_to_tokens`, also of contents that are parts, whose texts are cut one by one and images never."""
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
-    short, cut = cut_to_tokens(tokenizer, [part["text"] for own in parts for part in own if "text" in part], limit)
+    short, cut = cut_to_tokens(
+        tokenizer, [part["text"] for content in parts for part in content if "text" in part], limit
+    )
     rest = iter(short)
-    kept = [[part | {"text": next(rest)} if "text" in part else part for part in own] for own in parts]
-    return [own[0]["text"] if isinstance(was, str) else own for was, own in zip(contents, kept, strict=True)], cut
+    kept = [[part | {"text": next(rest)} if "text" in part else part for part in content] for content in parts]
+    return [
+        content[0]["text"] if isinstance(was, str) else content for was, content in zip(contents, kept, strict=True)
+    ], cut
 
 
 def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
     """The texts with at most `limit` tokens each, and how many were cut, which the text then says; encoded at once."""
     bounded = [text[: limit * _TOKEN_CHARACTERS] for text in texts]
     ids = tokenizer(bounded, add_special_tokens=False)["input_ids"] if texts else []
-    whole = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]
-    kept = [i[:limit] for i, fits in zip(ids, whole, strict=True) if not fits]
+    fitting = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]
+    kept = [i[:limit] for i, fits in zip(ids, fitting, strict=True) if not fits]
     heads = iter(tokenizer.batch_decode(kept) if kept else [])
     cut = f" [cut after {limit} tokens]"
     # A character that was torn apart decodes to U+FFFD.
-    replies = [t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, whole, strict=True)]
+    replies = [t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, fitting, strict=True)]
     return replies, len(kept)
 
 

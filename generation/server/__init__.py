@@ -62,13 +62,13 @@ class OpenAIServer:
             config.http_protocol_class = bounded(config.http_protocol_class)  # type: ignore[arg-type]
             server = uvicorn.Server(config)
             app.state.server = server  # vLLM tells it to stop when the engine has died
-        own = cls(settings, sock, server, conversations)
+        started = cls(settings, sock, server, conversations)
         while not server.started:
-            if own._task.done():
-                own._task.result()
+            if started._task.done():
+                started._task.result()
                 raise RuntimeError("the server ended while it started")
             await asyncio.sleep(0.01)
-        return own
+        return started
 
     async def _serve(self) -> None:
         try:

@@ -95,9 +95,9 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
         where, tried = _place(error, body)
         places.setdefault(tried, []).append((where, error))
 
-    def closeness(found: list[tuple[list[str], Mapping[str, Any]]]) -> tuple[bool, int, int]:
-        others = any(error["type"] == "literal_error" and where[-1:] == ["type"] for where, error in found)
-        return not others, max(len(where) - (error["type"] == "missing") for where, error in found), -len(found)
+    def closeness(errors: list[tuple[list[str], Mapping[str, Any]]]) -> tuple[bool, int, int]:
+        other_type = any(error["type"] == "literal_error" and where[-1:] == ["type"] for where, error in errors)
+        return not other_type, max(len(where) - (error["type"] == "missing") for where, error in errors), -len(errors)
 
     where, error = max(places.values(), key=closeness)[0]
     return f"{'.'.join(where) or 'the request'}: {error['msg']}"
@@ -124,9 +124,9 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
         if getattr(request, name) is None:
             setattr(request, name, getattr(trained, name))
     for name in ("stop", "stop_token_ids"):
-        given, own = getattr(request, name) or [], getattr(trained, name)
-        given = [given] if isinstance(given, str) else given
-        setattr(request, name, [*given, *(value for value in own if value not in given)])
+        chosen, defaults = getattr(request, name) or [], getattr(trained, name)
+        chosen = [chosen] if isinstance(chosen, str) else chosen
+        setattr(request, name, [*chosen, *(value for value in defaults if value not in chosen)])
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if (asked := vars(request).get(name) or 0) > trained.max_tokens:
             raise Refused(400, f"{name} is {short(asked)}, but answers are trained up to {trained.max_tokens} tokens")
@@ -184,10 +184,10 @@ def readable_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages if isinstance(messages, list) and all(isinstance(m, dict) for m in messages) else []
 
 
-def exact_prompt(known: KnownPrefix, tokenizer: Any, whole: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """The prompt that the chat template renders as `whole`, with exact ids. Refused where they do not belong to it."""
+def exact_prompt(prefix: KnownPrefix, tokenizer: Any, rendered: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Return the prompt rendered as `rendered`, with exact ids. Refused if they belong to another prompt."""
     try:
-        return replace_prefix_tokens(tokenizer, known.ids, known.rendered, whole, eos_token_ids)
+        return replace_prefix_tokens(tokenizer, prefix.ids, prefix.rendered, rendered, eos_token_ids)
     except ValueError as error:
         raise Refused(400, str(error)) from error
 
@@ -246,8 +246,8 @@ class AnswerSender:
         if refused is not None and (status >= 400 or self._streams):
             return error_response(refused.status, str(refused))
         if self._streams and self._waiting.startswith(_FAILED):
-            told = json.loads(self._waiting.partition(b"\n\n")[0].removeprefix(b"data: "))["error"]
-            return error_response(told["code"], told["message"])
+            error_body = json.loads(self._waiting.partition(b"\n\n")[0].removeprefix(b"data: "))["error"]
+            return error_response(error_body["code"], error_body["message"])
         if isinstance(error, RecursionError) and not self._call.taken:
             return error_response(400, _TOO_DEEP)
         if isinstance(error, STUMBLES) and not self._call.taken:
@@ -270,15 +270,15 @@ class AnswerSender:
         answered.raw_headers = self._start["headers"]
         return answered
 
-    def _keep(self, index: int, said: dict[str, Any] | None, place: dict[str, Any]) -> None:
+    def _keep(self, index: int, message: dict[str, Any] | None, place: dict[str, Any]) -> None:
         """Put a finished choice's ids and log-probabilities in their place, and remember a chat's message."""
         generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
             return
         if self._call.messages is not None and conversation is not None:
-            said = said or {"role": "assistant", "content": ""}
-            conversation.history.record(self._call.messages, said, generation)
-            if self._call.turns is not None and not said.get("content") and not said.get("tool_calls"):
+            message = message or {"role": "assistant", "content": ""}
+            conversation.history.record(self._call.messages, message, generation)
+            if self._call.turns is not None and not message.get("content") and not message.get("tool_calls"):
                 conversation.silent.add(as_key(self._call.turns))
         # JSON has no minus infinity; the number in its place is vLLM's own choice.
         logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
@@ -309,19 +309,19 @@ class AnswerSender:
         if self._path in (RESPONSES, MESSAGES):
             return kind + b"data: " + json.dumps(chunk).encode()
         for choice in chunk["choices"]:
-            said = self._said.setdefault(choice["index"], {"role": "assistant", "content": "", "tool_calls": []})
-            _add_delta(said, choice.get("delta") or {})
+            message = self._said.setdefault(choice["index"], {"role": "assistant", "content": "", "tool_calls": []})
+            _add_delta(message, choice.get("delta") or {})
             if choice.get("finish_reason") is not None:
-                self._keep(choice["index"], said, choice.get("delta", choice))
+                self._keep(choice["index"], message, choice.get("delta", choice))
         return b"data: " + json.dumps(chunk).encode()
 
 
-def _add_delta(said: dict[str, Any], delta: dict[str, Any]) -> None:
-    said["content"] += delta.get("content") or ""
+def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    message["content"] += delta.get("content") or ""
     for part in delta.get("tool_calls") or []:
-        while len(said["tool_calls"]) <= part["index"]:
-            said["tool_calls"].append({"function": {"name": "", "arguments": ""}})
-        function = said["tool_calls"][part["index"]]["function"]
+        while len(message["tool_calls"]) <= part["index"]:
+            message["tool_calls"].append({"function": {"name": "", "arguments": ""}})
+        function = message["tool_calls"][part["index"]]["function"]
         for name in ("name", "arguments"):
             function[name] += (part.get("function") or {}).get(name) or ""
 
@@ -329,8 +329,8 @@ def _add_delta(said: dict[str, Any], delta: dict[str, Any]) -> None:
 def _message_of(answer: bytes) -> str:
     """The message of an error that vLLM or its web framework has answered with."""
     try:
-        found = json.loads(answer)
-        return str(found["error"]["message"] if "error" in found else found["detail"])
+        body = json.loads(answer)
+        return str(body["error"]["message"] if "error" in body else body["detail"])
     except (ValueError, KeyError, TypeError):
         return answer.decode(errors="replace")
 

@@ -56,8 +56,8 @@ def _of_response(request: Any) -> dict[str, Any]:
 def _of_message(request: Any, handler: Any) -> dict[str, Any]:
     chat = handler.to_chat_completion_request(request, merge_inline_system=handler._merge_inline_system)
     tools = [tool.model_dump() for tool in chat.tools or []] or None
-    own = {"chat_template_kwargs": chat.chat_template_kwargs, "reasoning_effort": chat.reasoning_effort}
-    return {"model": request.model, "messages": chat.messages, "tools": tools, **own}
+    template = {"chat_template_kwargs": chat.chat_template_kwargs, "reasoning_effort": chat.reasoning_effort}
+    return {"model": request.model, "messages": chat.messages, "tools": tools, **template}
 
 
 def said_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ class Gate:
         path = path.replace("/v1/v1/", "/v1/", 1)  # of Anthropic's clients, which add it to a base URL that has it
         if path not in (*OF_VLLM, METRICS) and not path.startswith(f"{MODELS}/"):
             raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
-        own, token = self.settings.api_key, _token(request)
+        api_key, token = self.settings.api_key, _token(request)
         opened = self.conversations.get(token)
         if conversation is not None and not _same(token, conversation.key):
             for counts in (conversation.counts, self.conversations.counts):
@@ -106,18 +106,18 @@ class Gate:
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
         # The key of a header is the client's choice, which others might guess: it does not open the server.
         trusted = opened is not None and not opened.by_request and path != METRICS  # it tells of all trajectories
-        known = own is None or _same(token, own) or trusted
-        if not known and path != "/health":
+        authorised = api_key is None or _same(token, api_key) or trusted
+        if not authorised and path != "/health":
             raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
         return path
 
     def _call(self, request: Request) -> ServedCall:
         """The trajectory under which a request for answers is captured: its header's, or its bearer token's."""
-        token, key, own = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
+        token, key, api_key = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
         conversation = self.conversations.get(key or token)
         if key and not self.settings.header_keys:
             raise Refused(400, f"this server takes no trajectories' keys in {KEY_HEADER}: leave it out")
-        if key and own is not None and not _same(token, own) and token != key:
+        if key and api_key is not None and not _same(token, api_key) and token != key:
             raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
         if conversation is not None:
             return ServedCall(conversation.sampling, conversation, totals=self.conversations.counts)
@@ -203,26 +203,26 @@ class Gate:
     async def _exact(self, body: Body, call: ServedCall) -> KnownPrefix | None:
         """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
         wanted = body.get("required_prefix_token_ids")
-        given = bodies.take_prefix(body, self.limits.vocabulary)
+        client_prefix = bodies.take_prefix(body, self.limits.vocabulary)
         if not self.settings.keep_exact_ids:
             if wanted:
                 raise Refused(400, "required_prefix_token_ids is set, but this server does not keep exact ids")
             return None
-        known = None
+        prefix = None
         if call.conversation is not None and not body.get("continue_final_message"):
             with suppress(*STUMBLES):  # over messages that are none, which vLLM will say
-                known = call.conversation.history.known_prefix(bodies.readable_messages(body))
+                prefix = call.conversation.history.known_prefix(bodies.readable_messages(body))
         # The conversation's own are known to belong; ids from the client have to prove it.
-        if known is None or (given is not None and given.messages > known.messages):
-            known = given
-        if known is None:
+        if prefix is None or (client_prefix is not None and client_prefix.messages > prefix.messages):
+            prefix = client_prefix
+        if prefix is None:
             return None
         if body.get("continue_final_message"):
             raise Refused(400, "exact ids cannot be kept with continue_final_message: the last answer has no end")
-        status, answer = await self._ask(TOKENIZE, bodies.prefix_request(body, known.messages))
+        status, answer = await self._ask(TOKENIZE, bodies.prefix_request(body, prefix.messages))
         if status != 200:
             raise Refused(status, answer["error"]["message"])
-        return replace(known, rendered=answer["tokens"])
+        return replace(prefix, rendered=answer["tokens"])
 
     async def _tokenize(self, request: Request, send: Send, exact: KnownPrefix, body: Body) -> None:
         """As vLLM's, with exact ids."""
@@ -256,24 +256,24 @@ class Gate:
         answered = CounterMetricFamily("hotbunk_requests", "requests answered", labels=["path", "status"])
         for (path, status), count in sorted(self.requests.items()):
             answered.add_metric([path, str(status)], count)
-        found: list[Any] = [answered]
-        waiting = sum(each.history.retemplated for each in self.conversations.values())
+        figures: list[Any] = [answered]
+        waiting = sum(conversation.history.retemplated for conversation in self.conversations.values())
         for name, meaning in FIGURES.items():
             count = self.conversations.counts[name] + (waiting if name == "retemplated" else 0)
-            found.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
+            figures.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
         open_ = len(self.conversations)
-        found.append(GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_))
+        figures.append(GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_))
         with suppress(EngineStateError):  # it sleeps
             version = self.worker.state.usable_version()
-            found.append(GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version))
+            figures.append(GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version))
 
         class Own:
             def collect(self) -> list[Any]:
-                return found
+                return figures
 
-        own = CollectorRegistry()
-        own.register(Own())
-        text = generate_latest(own) + generate_latest(get_prometheus_registry())
+        registry = CollectorRegistry()
+        registry.register(Own())
+        text = generate_latest(registry) + generate_latest(get_prometheus_registry())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:

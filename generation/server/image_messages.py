@@ -24,26 +24,26 @@ DECODED = 1 << 25
 """The most pixels of a client's image that are decoded to make it smaller, which takes 12 bytes each: 384 MiB."""
 
 
-def continued(whole: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> PromptInput:
-    """The messages rendered as `whole`, with `ids`, which begin with the exact ones where these could be kept.
+def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> PromptInput:
+    """The messages rendered as `rendered`, with `ids`, which begin with the exact ones where these could be kept.
 
     What follows the exact ids is the end of the whole; images before are where the known answer had them. Refused where
     those are others.
     """
     begin = len(exact.ids)
-    if ids == whole.ids or ids[:begin] != exact.ids:
-        return whole
-    moved, rest = len(ids) - len(whole.ids), len(whole.ids) - (len(ids) - begin)
-    later = [(start + moved, length) for start, length in whole.spans if start >= rest]
-    earlier = whole.images[: len(whole.images) - len(later)]
+    if ids == rendered.ids or ids[:begin] != exact.ids:
+        return rendered
+    moved, rest = len(ids) - len(rendered.ids), len(rendered.ids) - (len(ids) - begin)
+    later = [(start + moved, length) for start, length in rendered.spans if start >= rest]
+    earlier = rendered.images[: len(rendered.images) - len(later)]
     if exact.answer is None:
         try:
-            return PromptInput(ids, whole.images, (*rules.processor.spans(exact.ids, earlier), *later))
+            return PromptInput(ids, rendered.images, (*rules.processor.spans(exact.ids, earlier), *later))
         except ValueError as error:
             raise Refused(400, f"the request {error}: its ids are not those of its messages") from error
     if exact.answer.images != earlier:
         raise Refused(400, "the images of the messages are not those of the answer that they continue")
-    return PromptInput(ids, whole.images, (*exact.answer.image_spans, *later))
+    return PromptInput(ids, rendered.images, (*exact.answer.image_spans, *later))
 
 
 def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
@@ -56,12 +56,12 @@ def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
         return await render(renderer, await _with_images(messages, rules, decoder), params)
 
     async def tokenize_prompt(prompt: Any, params: Any) -> Any:
-        found = prompt.get("multi_modal_data") or {}
-        if not found:
+        media = prompt.get("multi_modal_data") or {}
+        if not media:
             return await tokenize(prompt, params)
-        images = tuple(found.get("image", ()))
+        images = tuple(media.get("image", ()))
         with _of_the_request():
-            if [*found] != ["image"] or not all(isinstance(image, Image) for image in images):
+            if [*media] != ["image"] or not all(isinstance(image, Image) for image in images):
                 raise ValueError("has images in a form that is not served: send them as image_url")
             special = params.add_special_tokens
             ids, spans = await asyncio.to_thread(rules.processor.expand, prompt["prompt"], images, special=special)
@@ -87,26 +87,26 @@ def _of_the_request() -> Iterator[None]:
 
 async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Executor) -> list[Any]:
     """Messages whose images have been read. Refused where one is not to be had."""
-    own = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    copies = [dict(message) if isinstance(message, Mapping) else message for message in messages]
     places: list[tuple[list[Any], int]] = []
-    for message in own:
+    for message in copies:
         if not isinstance(message, dict) or isinstance(content := message.get("content"), str | None):
             continue
         message["content"] = parts = list(content)  # pydantic's are read once only
         places += [(parts, index) for index, part in enumerate(parts) if _is_image(part)]
     if not places:
-        return own
+        return copies
     with _of_the_request():
         if len(places) > rules.most:
             raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
-        given = (parts[index].get("image_url") for parts, index in places)
-        sources = [await _local(source, number, rules) for number, source in enumerate(given, start=1)]
+        urls = (parts[index].get("image_url") for parts, index in places)
+        sources = [await _local(source, number, rules) for number, source in enumerate(urls, start=1)]
         images = await asyncio.get_running_loop().run_in_executor(decoder, rules.read, sources)
         if (call := CURRENT.get()) is not None:  # no question about the ids alone
             images = call.admit(images, rules)
     for (parts, index), image in zip(places, images, strict=True):
         parts[index] = {"type": "image_pil", "image_pil": image}  # which vLLM hands on as it is
-    return own
+    return copies
 
 
 def _is_image(part: Any) -> bool:

@@ -94,8 +94,8 @@ class ServedEngine:
 
     async def _whole(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, **options: Any) -> Stream:
         """The outputs of a request that is not cut."""
-        own = {**prompt, **await self._worker.prompt(sampled.asked)}
-        async with aclosing(self._worker.submit(own, sampled.params, name, **options)) as outputs:
+        completed = {**prompt, **await self._worker.prompt(sampled.asked)}
+        async with aclosing(self._worker.submit(completed, sampled.params, name, **options)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -104,20 +104,20 @@ class ServedEngine:
         from vllm.sampling_params import RequestOutputKind
 
         params, asked = sampled.params, sampled.asked
-        own = params.clone()
-        own.n, own.output_kind = 1, RequestOutputKind.FINAL_ONLY
+        slice_params = params.clone()
+        slice_params.n, slice_params.output_kind = 1, RequestOutputKind.FINAL_ONLY
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
             answer = Unfinished(asked.ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
-            outputs = await self._worker.request_in_slices(answer, own, turnstile, asked, **options)
+            outputs = await self._worker.request_in_slices(answer, slice_params, turnstile, asked, **options)
             sampled.versions[index] = answer.versions
-            return outputs[0], joined_slices(outputs, own, self._tokenizer, index)
+            return outputs[0], joined_slices(outputs, slice_params, self._tokenizer, index)
 
         async with aclosing(as_ready(map(choice, range(params.n)))) as ready:
-            done = dict([found async for found in ready])
-        whole = done[0][0]
-        whole.prompt, whole.outputs, whole.finished = text, [done[index][1] for index in sorted(done)], True
-        yield whole
+            done = dict([pair async for pair in ready])
+        output = done[0][0]
+        output.prompt, output.outputs, output.finished = text, [done[index][1] for index in sorted(done)], True
+        yield output
 
     async def _captured(self, call: ServedCall, outputs: Stream, sampled: "_Sampled", first: int) -> Stream:
         """The outputs as they come, and the generation of each choice that is finished kept."""
@@ -276,7 +276,7 @@ def joined_slices(
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     parts = [output.outputs[0] for output in outputs]
-    whole, logprobs = parts[-1], parts[0].logprobs
+    joined, logprobs = parts[-1], parts[0].logprobs
     for part in parts[1:]:
         logprobs.extend(part.logprobs)
     if params.detokenize and len(parts) > 1:
@@ -285,11 +285,11 @@ def joined_slices(
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
         for part in parts:
             detokenizer.update(list(part.token_ids), part.finish_reason == "stop")
-        whole.text = detokenizer.get_next_output_text(finished=True, delta=False)
-    whole.index, whole.logprobs, whole.weight_versions = index, logprobs, None
-    whole.token_ids = [token for part in parts for token in part.token_ids]
-    whole.cumulative_logprob = sum(part.cumulative_logprob for part in parts)
-    return whole
+        joined.text = detokenizer.get_next_output_text(finished=True, delta=False)
+    joined.index, joined.logprobs, joined.weight_versions = index, logprobs, None
+    joined.token_ids = [token for part in parts for token in part.token_ids]
+    joined.cumulative_logprob = sum(part.cumulative_logprob for part in parts)
+    return joined
 
 
 def told_error(call: ServedCall, refused: Refused) -> Exception:

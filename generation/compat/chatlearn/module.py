@@ -284,9 +284,9 @@ class VLLMModule:
 
     def close(self) -> None:
         """Stop the module's own engine, if it has one."""
-        own, self._own = self._own, None
-        if own is not None:
-            own.close()
+        engine, self._own = self._own, None
+        if engine is not None:
+            engine.close()
             self.llm = None
 
     def __enter__(self) -> Self:
@@ -301,8 +301,8 @@ class VLLMModule:
         return self.settings.n if self._given is None else 1
 
     def _hand_over(self, data: Mapping[str, Any]) -> None:
-        known = "is_eval" in inspect.signature(self._add_request).parameters
-        self._add_request(data, **({"is_eval": self._eval_mode} if known else {}))
+        takes_mode = "is_eval" in inspect.signature(self._add_request).parameters
+        self._add_request(data, **({"is_eval": self._eval_mode} if takes_mode else {}))
 
     def _forward_step(self, data: Mapping[str, Any], iteration: int, eval_mode: bool) -> Any:
         checked("iteration", iteration, int, lambda v: v >= 0, "a whole number of at least 0")

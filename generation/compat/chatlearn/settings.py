@@ -93,10 +93,10 @@ def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
             remedy = "give the module the file that its own model_config_file names"
             raise ValueError(f"{args!s:.80} holds {', '.join(map(str, values))}, not one model's section: {remedy}")
         values = values[sections[0]]
-    own = dict(values)
-    if (name := own.pop("model_config_file", None)) is not None:
-        own = {**OmegaConf.to_container(read_yaml(folder / name), resolve=True), **own}  # type: ignore[dict-item]
-    return own
+    model_args = dict(values)
+    if (name := model_args.pop("model_config_file", None)) is not None:
+        model_args = {**OmegaConf.to_container(read_yaml(folder / name), resolve=True), **model_args}  # type: ignore[dict-item]
+    return model_args
 
 
 def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
@@ -112,7 +112,11 @@ def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
             decided[key] = setting
             if name != field:
                 datasets = recipe["eval"]["datasets"].items()
-                decided |= {f"eval.datasets.{of}.{field}": own[field] for of, own in datasets if own[field] is not None}
+                decided |= {
+                    f"eval.datasets.{of}.{field}": settings[field]
+                    for of, settings in datasets
+                    if settings[field] is not None
+                }
         elif field in _FIXED:
             decided["the trainer"] = _FIXED[field]
         if name == "kv_cache_memory_bytes" and value is not None:
@@ -128,24 +132,24 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
     """The settings from a model's hyper-parameters; ValueError for one that is unknown, out of its range, or has no
     meaning any more, naming what replaces it.
     """
-    given = {key: value for key, value in args.items() if value is not None}
-    for key in given:
+    arguments = {key: value for key, value in args.items() if value is not None}
+    for key in arguments:
         if key in _GONE:
             raise ValueError(f"{key} is gone: {_GONE[key]}")
         if key not in KNOWN:
             close = difflib.get_close_matches(key, KNOWN, n=1)
             raise ValueError(f"{key} is not a hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
-    if "includes" in given:
+    if "includes" in arguments:
         raise ValueError("includes is read from YAML files: give the module the path of one that has it")
-    if given.get("use_beam_search"):
+    if arguments.get("use_beam_search"):
         remedy = "set it to false, and for evaluation use LLM.beam_search of a plain vllm.LLM"
         raise ValueError(f"use_beam_search: beams are not samples of the policy, and vLLM no longer has them: {remedy}")
-    sampling, listed = _sampling(given, ""), given.get("stop_token_list", "")
+    sampling, listed = _sampling(arguments, ""), arguments.get("stop_token_list", "")
     for key in ("seq_length", "max_new_tokens"):
-        if key not in given:
+        if key not in arguments:
             raise ValueError(f"{key} is missing: set it to a number of tokens")
-    total, new = _whole(given, "seq_length", 1), _whole(given, "max_new_tokens", 1)
-    limited = _flag(given, "new_token_limit", True)
+    total, new = _whole(arguments, "seq_length", 1), _whole(arguments, "max_new_tokens", 1)
+    limited = _flag(arguments, "new_token_limit", True)
     if limited and new >= total:
         needed = "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0"
         raise ValueError(f"{needed}: seq_length - max_new_tokens = {total} - {new}")
@@ -156,43 +160,43 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
         seq_length=total,
         max_new_tokens=new,
         new_token_limit=limited,
-        n=_whole(given, "n", 1, 1),
+        n=_whole(arguments, "n", 1, 1),
         sampling=sampling,
-        eval_sampling=sampling | _sampling(given, "eval_"),
+        eval_sampling=sampling | _sampling(arguments, "eval_"),
         stop=[part for part in parts if part],
-        engine=_engine(given),
-        input_ids_key=str(given.get("vllm_input_ids_key", "input_ids")),
-        prompt_key=str(given.get("vllm_prompt_key", "prompt")),
+        engine=_engine(arguments),
+        input_ids_key=str(arguments.get("vllm_input_ids_key", "input_ids")),
+        prompt_key=str(arguments.get("vllm_prompt_key", "prompt")),
     )
 
 
-def _sampling(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _sampling(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Fields of `SamplingParams` with their ranges checked; with a prefix, only those that are set under it."""
     fields: dict[str, Any] = {}
     for name, (fits, meaning) in SAMPLING.items():
-        value = given.get(prefix + name)
+        value = args.get(prefix + name)
         if value is None:
             continue
         fields[name] = checked(prefix + name, value, int | float, fits, meaning)
     if prefix:
         return fields
-    if "prompt_logprobs" in given:
-        fields["prompt_logprobs"] = _whole(given, "prompt_logprobs", 0)
-    return fields | {"ignore_eos": _flag(given, "ignore_eos", False)}
+    if "prompt_logprobs" in args:
+        fields["prompt_logprobs"] = _whole(args, "prompt_logprobs", 0)
+    return fields | {"ignore_eos": _flag(args, "ignore_eos", False)}
 
 
-def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = {key: given[key] for key in _ENGINE if key in given}
+def _engine(args: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = {key: args[key] for key in _ENGINE if key in args}
     share = arguments.get("gpu_memory_utilization", 1)
     checked("gpu_memory_utilization", share, int | float, lambda v: 0 < v <= 1, "in (0, 1]")
     for key in ("block_size", "max_num_batched_tokens"):  # tokens, both; the page's "16 MB" is a mistake
-        if key in given:
-            _whole(given, key, 1)
+        if key in args:
+            _whole(args, key, 1)
     for name, aliases in _ALIASES.items():
-        for key in [alias for alias in aliases if alias in given]:
-            if arguments.setdefault(name, _whole(given, key, 1)) != given[key]:
+        for key in [alias for alias in aliases if alias in args]:
+            if arguments.setdefault(name, _whole(args, key, 1)) != args[key]:
                 raise ValueError(
-                    f"{key} is {given[key]}, but {name}, which means the same, is {arguments[name]}: drop one"
+                    f"{key} is {args[key]}, but {name}, which means the same, is {arguments[name]}: drop one"
                 )
     at_once = arguments.get("max_num_seqs", 1)
     if (tokens := arguments.get("max_num_batched_tokens", at_once)) < at_once:
@@ -201,13 +205,13 @@ def _engine(given: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _whole(given: Mapping[str, Any], key: str, lowest: int, default: int | None = None) -> int:
+def _whole(args: Mapping[str, Any], key: str, lowest: int, default: int | None = None) -> int:
     meaning = f"a whole number of at least {lowest}"
-    return int(checked(key, given.get(key, default), int, lambda v: v >= lowest, meaning))
+    return int(checked(key, args.get(key, default), int, lambda v: v >= lowest, meaning))
 
 
-def _flag(given: Mapping[str, Any], key: str, default: bool) -> bool:
-    return bool(checked(key, given.get(key, default), bool, lambda _: True, "true or false"))
+def _flag(args: Mapping[str, Any], key: str, default: bool) -> bool:
+    return bool(checked(key, args.get(key, default), bool, lambda _: True, "true or false"))
 
 
 def checked(name: str, value: Any, kind: Any, fits: Callable[[Any], bool], meaning: str) -> Any:

@@ -17,7 +17,7 @@ Spec = TypeVar("Spec")
 
 
 class ColocatedConfig(TypedDict):
-    """Whether engine and trainer share their devices, so that the engine sleeps between generations."""
+    """The section `colocated`: if engine and trainer share their devices, the engine sleeps between generations."""
 
     enabled: bool
     resources: NotRequired[dict[str, int | None]]  # gpus_per_node, num_nodes of engines apart from the trainer
@@ -40,8 +40,8 @@ class GenerationConfig(TypedDict):
 
 def pad_token_id(config: Mapping[str, Any]) -> int:
     """The id that pads rows: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
-    given = config.get("pad_token_id", config.get("_pad_token_id"))
-    return 0 if given is None else given
+    token_id = config.get("pad_token_id", config.get("_pad_token_id"))
+    return 0 if token_id is None else token_id
 
 
 class GenerationDatumSpec(TypedDict):
@@ -120,13 +120,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """
         if allow_uneven_shards and batch_size is not None:
             raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
-        whole = self.size if batch_size is None else batch_size
-        divides = whole > 0 and self.size % whole == 0 and whole % shards == 0 if self.size else True
+        size = self.size if batch_size is None else batch_size
+        divides = size > 0 and self.size % size == 0 and size % shards == 0 if self.size else True
         if shards < 1 or not (allow_uneven_shards or divides):
-            raise ValueError(f"{self.size} samples in batches of {whole} cannot be cut into {shards} equal shards")
-        width = max(1, -(-whole // shards))
-        shard_of = [i % max(1, whole) // width for i in range(self.size)]
-        return [self.select_indices([i for i, own in enumerate(shard_of) if own == shard]) for shard in range(shards)]
+            raise ValueError(f"{self.size} samples in batches of {size} cannot be cut into {shards} equal shards")
+        width = max(1, -(-size // shards))
+        shard_of = [i % max(1, size) // width for i in range(self.size)]
+        return [
+            self.select_indices([i for i, number in enumerate(shard_of) if number == shard]) for shard in range(shards)
+        ]
 
     def reorder_data(self, order: Sequence[int]) -> Self:
         """Sample i moves to place `order[i]`, which must hold each place once: undoes a `select_indices(order)`."""
@@ -254,8 +256,8 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
     ids, lengths = data[pair[0]], data[pair[1]]
     for name, value, dim in (pair[0], ids, 2), (pair[1], lengths, 1):
         if not isinstance(value, torch.Tensor) or value.dim() != dim or value.is_floating_point():
-            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {found}"
+            form = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {form}"
     if len(ids) != len(lengths):
         return f"{pair[0]} has {len(ids)} rows, {pair[1]} has {len(lengths)} entries: they must be equally many"
     # One comparison over the whole batch; rows are looked at only to word the first problem.

@@ -92,18 +92,18 @@ def check_config(config: Mapping[str, Any]) -> None:
     _check(engine, "generation.vllm_cfg", rules)
 
 
-def _check_keys(where: str, given: Mapping[str, Any], spec: Any) -> None:
+def _check_keys(where: str, section: Mapping[str, Any], spec: Any) -> None:
     # `_pad_token_id` is what NeMo RL writes into a configuration for itself.
-    if unknown := sorted(set(given) - set(spec.__annotations__) - {"_pad_token_id"}):
+    if unknown := sorted(set(section) - set(spec.__annotations__) - {"_pad_token_id"}):
         raise ValueError(f"{where} has no key {', '.join(unknown)}; it has {', '.join(sorted(spec.__annotations__))}")
-    if missing := sorted(spec.__required_keys__ - set(given)):
+    if missing := sorted(spec.__required_keys__ - set(section)):
         raise ValueError(f"{where} lacks {', '.join(missing)}")
 
 
-def _check(given: Mapping[str, Any], where: str, rules: Mapping[str, tuple[bool, str]]) -> None:
+def _check(section: Mapping[str, Any], where: str, rules: Mapping[str, tuple[bool, str]]) -> None:
     for key, (fits, wanted) in rules.items():
         if not fits:
-            raise ValueError(f"{where}.{key} is {given.get(key)!r}: it must be {wanted}")
+            raise ValueError(f"{where}.{key} is {section.get(key)!r}: it must be {wanted}")
 
 
 def configure_generation_config(config: VllmConfig, tokenizer: Any, is_eval: bool = False) -> VllmConfig:
@@ -212,8 +212,8 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
         counts = f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs"
         raise ValueError(f"{counts}: leave it at 1.0, {remedy}")
     if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
-        whole, share = "1.0, since Ray gives an engine of several GPUs whole ones", "more than 0, and 1 at most"
-        raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {whole if size > 1 else share}")
+        one, share = "1.0, since Ray gives an engine of several GPUs whole ones", "more than 0, and 1 at most"
+        raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {one if size > 1 else share}")
     return size * fraction_of_gpus
 
 

@@ -54,8 +54,8 @@ def as_settings(engine_args: Any) -> EngineSettings:
         settings = dataclasses.replace(engine_args, sleep=False)
     else:
         plain = type(engine_args)(model=engine_args.model)
-        given = {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
-        settings = from_arguments({n: v for n, v in given.items() if n == "model" or v != getattr(plain, n)})
+        values = {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
+        settings = from_arguments({n: v for n, v in values.items() if n == "model" or v != getattr(plain, n)})
     if settings.extra.get("data_parallel_size", 1) > 1:
         raise ValueError("data_parallel_size: a service's replicas are its data parallelism; set num_replicas instead")
     return settings
@@ -67,21 +67,21 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
         raise ValueError("worker_extension_cls is the service's own: leave it out")
     if arguments.get("distributed_executor_backend") == "ray":
         raise ValueError("distributed_executor_backend: leave it out, and set backend to ray for engines in actors")
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if (stages := given.get("pipeline_parallel_size", 1)) > 1:
+    values = {name: value for name, value in arguments.items() if value is not None}
+    if (stages := values.get("pipeline_parallel_size", 1)) > 1:
         why = "weights reach tensor parallel workers only: raise tensor_parallel_size instead"
         raise ValueError(f"pipeline_parallel_size is {stages}: it must be 1, since {why}")
-    if "max_model_len" not in given:
+    if "max_model_len" not in values:
         from transformers import AutoConfig
 
-        trust = given.get("trust_remote_code", False)
-        config = AutoConfig.from_pretrained(given["model"], trust_remote_code=trust).get_text_config()
+        trust = values.get("trust_remote_code", False)
+        config = AutoConfig.from_pretrained(values["model"], trust_remote_code=trust).get_text_config()
         if not (longest := getattr(config, "max_position_embeddings", None)):
             raise ValueError("max_model_len is missing: the model's config does not say how long its sequences may be")
-        given["max_model_len"] = int(longest)
+        values["max_model_len"] = int(longest)
     # As vLLM's own defaults, but 0.9 of the memory; those of `EngineSettings` are for engines that share a device.
     defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": DEFAULT_SHARE}
-    return EngineSettings.from_vllm(defaults | given, sleep=False)
+    return EngineSettings.from_vllm(defaults | values, sleep=False)
 
 
 def resolve(
@@ -96,8 +96,8 @@ def resolve(
     if num_devices is not None and tensor_parallel_size not in (None, num_devices):
         raise ValueError(f"tensor_parallel_size must be set to {num_devices}")
     eager = {} if "compilation_config" in engine_args else {"enforce_eager": not compile}
-    own = {"model": model_name, "tensor_parallel_size": tensor_parallel_size or num_devices or 1}
-    return dataclasses.replace(from_arguments(eager | engine_args | own), fp32_head=enable_fp32_output)
+    fixed = {"model": model_name, "tensor_parallel_size": tensor_parallel_size or num_devices or 1}
+    return dataclasses.replace(from_arguments(eager | engine_args | fixed), fp32_head=enable_fp32_output)
 
 
 def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: bool) -> list[EngineSettings]:
@@ -120,12 +120,12 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
         return [dataclasses.replace(settings, cpu_cores=bound)] * num_replicas
     if len(devices) < needed or (settings.device_indices and len(devices) > needed):
         raise ValueError(f"{num_replicas} replicas of {size} devices each need {needed} devices, not {len(devices)}")
-    own = [tuple(range(size)) if not shared else devices[i * size : (i + 1) * size] for i in range(num_replicas)]
-    return [dataclasses.replace(settings, device_indices=indices) for indices in own]
+    groups = [tuple(range(size)) if not shared else devices[i * size : (i + 1) * size] for i in range(num_replicas)]
+    return [dataclasses.replace(settings, device_indices=indices) for indices in groups]
 
 
 class PromptErrors(ExceptionGroup[Exception]):
-    """Some prompts of a batch failed, each with its own error. `outputs` has None for those, in the prompts' order."""
+    """The errors of the failed prompts of a batch. `outputs` has None for those, in the prompts' order."""
 
     outputs: "list[RequestOutput | None]"
 
@@ -245,10 +245,10 @@ def sampling_for_each(
     from vllm.sampling_params import RequestOutputKind
 
     several = isinstance(sampling_params, (list, tuple))
-    given: Any = sampling_params if several else [sampling_params or SamplingParams()] * count
-    if len(given) != count:
-        raise ValueError(f"{len(given)} sampling parameters were given for {count} prompts")
-    each = [params.clone() for params in given]
-    for params in each:
+    listed: Any = sampling_params if several else [sampling_params or SamplingParams()] * count
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} sampling parameters were given for {count} prompts")
+    copies = [params.clone() for params in listed]
+    for params in copies:
         params.output_kind = RequestOutputKind.FINAL_ONLY
-    return each
+    return copies

@@ -133,9 +133,10 @@ class ServiceEngine(ActorEngine):
         return int(self.llm.get_num_unfinished_requests())
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """See `Engine`. From the first `update_weight` until the last weight has come, the engine holds no version;
-        from then on one more than the last. An error among the outcomes ends the update. `load_weights_from_storage` is
-        an update of its own.
+        """Call a method of every worker.
+
+        From the first `update_weight` until the last weight has come the engine holds no version, and then one more
+        than before. An error among the outcomes ends the update. `load_weights_from_storage` is an update of its own.
         """
         if method == "load_weights_from_storage" and not self.state.syncing:
             return await self._load(method, *args, timeout=timeout, **kwargs)
@@ -194,7 +195,7 @@ class ServiceEngine(ActorEngine):
         await super().shutdown()
 
 
-class Replica(EngineLoad, ABC):
+class ServiceReplica(EngineLoad, ABC):
     """One engine as the service sees it; its load is counted here, at submit and finish."""
 
     def launch(self) -> Future[Any]:
@@ -214,7 +215,7 @@ class Replica(EngineLoad, ABC):
         """Stop the engine's processes, whatever state it is in."""
 
 
-class LocalReplica(Replica):
+class LocalReplica(ServiceReplica):
     """An engine whose processes are children of this one, served by the service's event loop."""
 
     def __init__(self, settings: EngineSettings, thread: EngineThread) -> None:
@@ -231,7 +232,7 @@ class LocalReplica(Replica):
         await self._engine.shutdown()
 
 
-class RayReplica(Replica):
+class RayReplica(ServiceReplica):
     """An engine in a Ray actor, on a node of the cluster that has its devices free. `actor`: its handle."""
 
     def __init__(self, actor: Actor, thread: EngineThread, name: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from generation.compat.load_balancer import LoadBalancer
 from generation.compat.torchrl import arguments
-from generation.compat.torchrl.replicas import LocalReplica, RayReplica, Replica, ServiceEngine, gpu_count
+from generation.compat.torchrl.replicas import LocalReplica, RayReplica, ServiceEngine, ServiceReplica, gpu_count
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
 from generation.engine.replicas import Actor, join_once
 from generation.engine.thread import EngineThread
@@ -82,7 +82,7 @@ class AsyncVLLM(WeightUpdates):
         self.settings, self.num_replicas = settings, num_replicas
         self.backend = backend or ("local" if actor_class is None else "ray")
         self.service_id = uuid.uuid4().hex[:8]
-        self.actors: list[Replica] = []
+        self.actors: list[ServiceReplica] = []
         self.weight_version = 0
         self._actor_class, self._random = actor_class, random.Random(settings.seed)
         self._thread: EngineThread | None = None
@@ -166,11 +166,15 @@ class AsyncVLLM(WeightUpdates):
             if self.backend == "ray":
                 self._leave_cluster = join_once(self.num_replicas * arguments.gpus_per_replica(self.settings))
             gpus = gpu_count(self.backend)
-            each = arguments.of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
-            self._taken = {index for own in each for index in own.device_indices} if self.backend == "local" else set()
+            replicas = arguments.of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+            self._taken = (
+                {index for replica in replicas for index in replica.device_indices}
+                if self.backend == "local"
+                else set()
+            )
             if gpus and len(self._taken) == gpus:
                 log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
-            for number, settings in enumerate(each):
+            for number, settings in enumerate(replicas):
                 if self.backend == "local":
                     self.actors.append(LocalReplica(settings, self._thread))
                 else:
@@ -244,10 +248,10 @@ class AsyncVLLM(WeightUpdates):
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
         listed, single = arguments.prompt_dictionaries(prompts, prompt_token_ids)
-        each = arguments.sampling_for_each(sampling_params, len(listed))
+        by_prompt = arguments.sampling_for_each(sampling_params, len(listed))
         futures: list[Future[RequestOutput]] = []
         with undone_by(lambda: [future.cancel() for future in futures]):
-            for prompt, params in zip(listed, each, strict=True):
+            for prompt, params in zip(listed, by_prompt, strict=True):
                 futures.append(self._submit(prompt, params, actor_index, timeout_seconds, lora_request))
             for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm):
                 pass  # each ends by its own deadline
@@ -300,13 +304,13 @@ class AsyncVLLM(WeightUpdates):
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
         """Requests submitted and not finished: of one engine, or a list of those of all; no engine is asked."""
-        return self._of_actors("getting request counts", actor_index, Replica.get_num_unfinished_requests)
+        return self._of_actors("getting request counts", actor_index, ServiceReplica.get_num_unfinished_requests)
 
     def get_cache_usage(self, actor_index: int | None = None) -> Any:
         """Share of the KV cache in use, or None where it is not known: of one engine, or a list of those of all."""
         return self._of_actors("getting cache usage", actor_index, lambda replica: replica.get_cache_usage())
 
-    def _of_actors(self, action: str, actor_index: int | None, read: Callable[[Replica], Any]) -> Any:
+    def _of_actors(self, action: str, actor_index: int | None, read: Callable[[ServiceReplica], Any]) -> Any:
         self._require_launched(action)
         if actor_index is not None:
             return read(self.actors[self._checked_index(actor_index)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generation.compat.torchrl.arguments import gpus_per_replica, results_of
-from generation.compat.torchrl.replicas import UPDATE_SECONDS, Replica
+from generation.compat.torchrl.replicas import UPDATE_SECONDS, ServiceReplica
 from generation.engine.replicas import ray_module
 from generation.engine.settings import EngineSettings
 from generation.undoing import undone_by
@@ -31,7 +31,7 @@ class WeightUpdates:
     for the new ones, prefix caches are emptied, and engines that missed an update refuse to generate.
     """
 
-    actors: list[Replica]
+    actors: list[ServiceReplica]
     settings: EngineSettings
     backend: str
     weight_version: int
@@ -59,7 +59,9 @@ class WeightUpdates:
     def _manifest(self) -> dict[str, list[Any]]:
         self._require_launched("asking for model metadata")
         calls = [replica.submit("ask_workers", "hotbunk_model_metadata") for replica in self.actors]
-        outcomes = [outcome for each in results_of(calls, UPDATE_SECONDS, "model metadata") for outcome in each]
+        outcomes = [
+            outcome for by_worker in results_of(calls, UPDATE_SECONDS, "model metadata") for outcome in by_worker
+        ]
         manifests = [outcome["weights"] for outcome in outcomes]
         if any(manifest != manifests[0] for manifest in manifests):
             raise RuntimeError("the engines hold different models: their weights' names, shapes or dtypes differ")

@@ -94,16 +94,16 @@ def requested(named: Any, arguments: Mapping[str, Any]) -> list[str]:
     these arguments knows them. Raises ValueError for one that its recipe has not named.
     """
     specs = [*arguments.get("logits_processors", []), *arguments.get("additional_config", {}).get(FACTORIES, [])]
-    known = {spec.replace(":", "."): spec for spec in specs if spec not in (_V1, _V2)}
-    found = []
+    by_name = {spec.replace(":", "."): spec for spec in specs if spec not in (_V1, _V2)}
+    chosen = []
     for entry in named if isinstance(named, list) else [named]:
-        if not isinstance(entry, str | Mapping) or (spec := known.get(_spelled(entry).replace(":", "."))) is None:
-            names = ", ".join(known.values()) or "none"
+        if not isinstance(entry, str | Mapping) or (spec := by_name.get(_spelled(entry).replace(":", "."))) is None:
+            names = ", ".join(by_name.values()) or "none"
             raise ValueError(
                 f"logits_processors names {entry!r:.60}, but engine.logits_processors of the recipe: {names}"
             )
-        found.append(spec)
-    return found
+        chosen.append(spec)
+    return chosen
 
 
 def _spelled(entry: str | Mapping[str, Any]) -> str:
@@ -117,16 +117,16 @@ def _spelled(entry: str | Mapping[str, Any]) -> str:
 
 def _is_class_for(spec: str, v2: bool) -> bool:
     """True for a class derived from vLLM's, False for a factory. Raises ValueError where it is neither."""
-    found = load(spec)
+    value = load(spec)
     kinds = {True: _interface(_V2_INTERFACE), False: _interface("vllm.v1.sample.logits_processor")}
     for kind, base in kinds.items():
-        if base is not None and isinstance(found, type) and issubclass(found, base):
+        if base is not None and isinstance(value, type) and issubclass(value, base):
             if kind is v2:
                 return True
             remedy = f"derive it from {kinds[v2].__module__}.LogitsProcessor, or name a factory, which suits both"
             other = f"is written for vLLM's model runner V{1 + kind}, but this engine runs V{1 + v2}"
             raise ValueError(f"{spec!r} {other}: {remedy}")
-    if not callable(found):
+    if not callable(value):
         raise ValueError(f"{spec!r} is neither a class of processors nor a function that makes one")
     return False
 

@@ -38,10 +38,10 @@ def serve(agent: Callable[..., Any]) -> None:
         for line in messages:
             asked = json.loads(line)
             try:
-                given = agent(asked["base_url"], asked["api_key"], asked["model"], asked["row"], **asked["kwargs"])
-                if inspect.isawaitable(given):
-                    given = loop.run_until_complete(given)
-                reward, metrics = given if isinstance(given, tuple) else (given, {})
+                returned = agent(asked["base_url"], asked["api_key"], asked["model"], asked["row"], **asked["kwargs"])
+                if inspect.isawaitable(returned):
+                    returned = loop.run_until_complete(returned)
+                reward, metrics = returned if isinstance(returned, tuple) else (returned, {})
                 say({"id": asked["id"], "reward": reward, "metrics": metrics})
             except Exception as error:
                 say({"id": asked["id"], "error": f"{type(error).__name__}: {error}"[:1000]})

@@ -46,7 +46,7 @@ class Gym:
         return self._text(observation) + ("\nIt is over." if self._over else "")
 
     def turn_reward(self) -> float:
-        """What was earned since it was last asked."""
+        """Return what was earned since the last call."""
         earned, self._earned = self._earned, 0.0
         return earned
 
@@ -59,11 +59,11 @@ class Gym:
             return _ANSI.sub("", str(self._env.render())).strip()
         return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
 
-    def _action(self, given: Any) -> Any:
+    def _action(self, answer: Any) -> Any:
         """An action as the space has it. Raises ValueError naming both where it has none such."""
-        action, space = given, self._env.action_space
-        if isinstance(given, str) and given.strip() in self._names:
-            action = self._names.index(given.strip())
+        action, space = answer, self._env.action_space
+        if isinstance(answer, str) and answer.strip() in self._names:
+            action = self._names.index(answer.strip())
             action += int(getattr(space, "start", 0))
         try:
             if isinstance(space, gymnasium.spaces.Discrete):
@@ -75,7 +75,7 @@ class Gym:
         except (TypeError, ValueError):
             pass
         there = ", ".join(self._names) or str(space)
-        raise ValueError(f"{given!r:.100} is not an action; there are: {there}")
+        raise ValueError(f"{answer!r:.100} is not an action; there are: {there}")
 
 
 class GymText(Gym):
@@ -85,8 +85,8 @@ class GymText(Gym):
 
     def respond(self, answer: str) -> str | None:
         """The next observation, or None at the end; words about an answer that is no action."""
-        found = _BRACKETS.findall(answer)
-        word = (found[-1] if found else answer).strip()
+        bracketed = _BRACKETS.findall(answer)
+        word = (bracketed[-1] if bracketed else answer).strip()
         try:
             value = json.loads(f"[{word}]") if "," in word else word
             text = Gym.act(self, value)

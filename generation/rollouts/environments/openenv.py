@@ -48,7 +48,7 @@ class OpenEnv:
         return _text(result.observation) + ("\nIt is over." if self._over else "")
 
     def turn_reward(self) -> float:
-        """What was earned since it was last asked."""
+        """Return what was earned since the last call."""
         earned, self._earned = self._earned, 0.0
         return earned
 

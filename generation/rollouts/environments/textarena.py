@@ -36,11 +36,11 @@ class TextArena:
         return self._policys_turn() or ""
 
     def respond(self, answer: str) -> str | None:
-        """What has happened since, or None at the end."""
+        """Make the policy's move; return what has happened since, or None at the end."""
         return None if self._move(answer) else self._policys_turn()
 
     def get_reward(self) -> float:
-        """The game's."""
+        """Return the game's reward."""
         return self._reward
 
     def _move(self, action: str) -> bool:
@@ -51,11 +51,11 @@ class TextArena:
         return bool(done)
 
     def _policys_turn(self) -> str | None:
-        """What the policy reads when it is its turn again; None if the game ends before."""
+        """Play until it is the policy's turn again; return what it then reads, or None if the game ends before."""
         while True:
             player, messages = self._game.get_observation()
             # Its own moves are in the conversation already.
-            text = "\n".join(said for sender, said, *_ in messages if sender != player)
+            text = "\n".join(message for sender, message, *_ in messages if sender != player)
             if player == 0 or self._opponent is None:
                 return text
             self._read[player] = f"{self._read.get(player, '')}\n{text}".strip()

@@ -17,10 +17,10 @@ _LIST_SECONDS = 900.0  # for all of them; some are downloaded first
 
 
 def command(settings: Mapping[str, Any], log: Path | None = None) -> ClientCommand:
-    """How episodes are started; `settings` are the keys of `rollout.verifiers`."""
+    """Return the command that starts episodes; `settings` are the keys of `rollout.verifiers`."""
     program = Path(elsewhere.__path__[0]) / "verifiers_agent.py"
-    own = {"environment": settings["environment"], "args": settings["args"]}
-    return ClientCommand([settings["python"], str(program)], settings["workers"], settings["env"], own, log)
+    keywords = {"environment": settings["environment"], "args": settings["args"]}
+    return ClientCommand([settings["python"], str(program)], settings["workers"], settings["env"], keywords, log)
 
 
 def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -30,17 +30,17 @@ def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     async def ask(pool: ClientProcesses) -> list[dict[str, Any]]:
         """All of them, some at a time."""
-        found: list[dict[str, Any]] = []
+        tasks: list[dict[str, Any]] = []
         try:
             async with asyncio.timeout(_LIST_SECONDS):
-                while left := settings["tasks"] - len(found):
+                while left := settings["tasks"] - len(tasks):
                     more = (await pool.run("", "", "", {"next": min(left, _TOGETHER)})).reward
                     if not more:
                         break
-                    found += more
+                    tasks += more
         finally:
             await pool.aclose()
-        return found
+        return tasks
 
     try:
         return asyncio.run(ask(ClientProcesses(command(settings))))

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 import sharding
 from generation.compat.load_balancer import EngineLoad, LoadBalancer
 from generation.compat.torchrl import service as service_module
-from generation.compat.torchrl.replicas import Replica
+from generation.compat.torchrl.replicas import ServiceReplica
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
 from generation.compat.torchrl.weights import WeightUpdates
 from generation.engine.settings import EngineSettings
@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "interfaces.md").read_text()
 [TORCHRL] = (part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE) if part.startswith("TorchRL"))
 
 
-class Asked(Replica):
+class Asked(ServiceReplica):
     """A replica that notes the calls of its engine, and ends them all."""
 
     def __init__(self) -> None:

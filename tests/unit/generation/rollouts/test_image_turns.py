@@ -11,7 +11,7 @@ from generation.exact_ids import Generation, History
 from generation.images import Image, ImageProcessor, ImageRules, Spans, StoredImage
 from generation.rollouts.agent import Agent, environment_rollout
 from generation.rollouts.episode import RolloutSettings, one_shot
-from generation.rollouts.sampler_prompts import Prompts, PromptText
+from generation.rollouts.sampler_prompts import PromptReader, PromptText
 from generation.rollouts.tools import ToolLimits, ToolRunner, call_parser
 from generation.trajectory import Trajectory
 from tests.support.pictures import images, picture
@@ -113,7 +113,7 @@ def test_the_image_of_a_samplers_next_turn_stands_behind_the_answer(processor: I
     seen = {"images": start.images, "image_spans": spans}
     answer = Generation(said, [0.0] * len(said), prompt_ids=ids, text="a star", prompt_text="?", **seen)
     history.add(answer, start.messages)
-    prompts = Prompts(tokenizer, settings, [start], history, ImageRules(processor, most=2))
+    prompts = PromptReader(tokenizer, settings, [start], history, ImageRules(processor, most=2))
     turns = [{"role": "assistant", "content": "a star"}, {"role": "user", "content": [picture_part(PICTURES[1])]}]
     [request] = prompts.chat_requests([*start.messages, *turns], None, {})
     told = [user("", "what?"), turns[0], user("")]

@@ -15,7 +15,7 @@ from generation.importing import importable, load
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler import make_sampler, trajectories
 from generation.rollouts.sampler_llm import off_policy
-from generation.rollouts.sampler_prompts import Prompts, PromptText, prompt_batch
+from generation.rollouts.sampler_prompts import PromptReader, PromptText, prompt_batch
 from generation.trajectory import Trajectory
 from tests.support.small_tokenizer import small_tokenizer
 
@@ -186,7 +186,7 @@ def test_tool_calls_are_told_apart_by_their_arguments() -> None:
     assert not echoes({"content": "", "tool_calls": [call]}, text)
 
 
-def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, PromptText, Generation]:
+def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[PromptReader, PromptText, Generation]:
     """The forms of prompts that can follow one answer, sampled in a way in which nobody would encode it."""
     tokenizer = small_tokenizer()
     settings = RolloutSettings(1, SamplingSettings(8, stop_token_ids=[tokenizer.eos_token_id]), 0, 0, 0)
@@ -198,7 +198,7 @@ def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[Prompts, Pro
         answer_ids, [0.0] * len(answer_ids), prompt_ids=start.token_ids, text=answer_text, prompt_text=str(start)
     )
     history.add(answer, messages)
-    return Prompts(tokenizer, settings, [start], history), start, answer
+    return PromptReader(tokenizer, settings, [start], history), start, answer
 
 
 def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
@@ -257,7 +257,7 @@ def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
         answer = Generation([7], [0.0], prompt_ids=prompt.token_ids, text="x", prompt_text=str(prompt))
         answer.position, answer.place = position, prompt.place
         history.add(answer, prompt.messages)
-    prompts = Prompts(tokenizer, settings, batch, history)
+    prompts = PromptReader(tokenizer, settings, batch, history)
     if form == "chat":
         said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "on"}]
         requests = prompts.chat_requests([[*messages[1], *said]] * 2, None, {})

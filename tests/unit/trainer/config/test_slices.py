@@ -87,7 +87,7 @@ def test_the_plan_says_how_old_answers_may_become(slice_tokens: int, ahead: floa
     flying = 40 + int(ahead * 40)
     assert (
         lines["answers in flight"]
-        == f"{flying} with rollout.ahead; each begins at most {age} step(s) before it is trained"
+        == f"{flying} with rollout.ahead; each begins at most {age} step(s) before it is trained on"
     )
     assert lines["answers an engine"].startswith(f"{flying}, ")
     assert "answers in flight" not in dict(batch_lines(recipe(), 1))

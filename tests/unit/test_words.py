@@ -1,0 +1,67 @@
+"""Words that stop a reader are few, and become no more: `python -m tests.support.words` lists them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.support import words
+
+MOST_FRAGMENTS = 30
+MOST_DETERMINERS = 40
+MOST_TWINS = 0
+MOST_UNDOCUMENTED = 0
+
+
+@pytest.mark.parametrize(
+    ("finder", "most"),
+    [
+        (words.fragments, MOST_FRAGMENTS),
+        (words.determiners, MOST_DETERMINERS),
+        (words.twins, MOST_TWINS),
+        (words.undocumented, MOST_UNDOCUMENTED),
+    ],
+)
+def test_the_product_has_no_more_of_them_than_the_limit(finder: Callable[[], list[str]], most: int) -> None:
+    lines = finder()
+    assert len(lines) <= most, "\n".join(lines)
+
+
+def test_contributing_names_the_words() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")[2]
+    assert all(f"*{opening}*" in text for opening in words.FRAGMENTS)
+    assert all(f"`{name}`" in text for name in words.DETERMINERS)
+
+
+SAMPLE = '''
+"""Whether it rains."""
+
+Rows = list[int]
+
+
+class Twin:
+    """Of two."""
+
+    def long(self, own: int) -> None:
+        for each in (1, 2):
+            print(each)
+        told, count = own, 2
+        print(told)
+        print(count)
+
+
+def documented() -> None:
+    """Whatever opens with a longer word is not a fragment."""
+'''
+
+
+def test_finders_report_every_kind_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(SAMPLE)
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    assert words.fragments(("one.py",)) == ["one.py:1: Whether it rains.", "one.py:7: Of two."]
+    assert sorted(words.determiners(("one.py",))) == ["one.py:10: own", "one.py:11: each", "one.py:13: told"]
+    assert words.undocumented(("one.py",)) == ["one.py:10: long"]
+    assert words.twins((".",)) == ["Rows: one.py, two.py", "Twin: one.py, two.py"]
+    assert not words.twins(("one.py",))
