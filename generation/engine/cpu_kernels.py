@@ -19,7 +19,7 @@ _ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 
 def kernel_environment(plain: bool) -> dict[str, str]:
-    """Variables for an engine's processes on a CPU; a value of the user's own for oneDNN's instruction set is kept.
+    """Return variables for an engine's processes on a CPU; the user's value for oneDNN's instruction set is kept.
 
     oneDNN, that of torch and that of vLLM, chooses its instruction set by itself when it is first used
     (https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html).
@@ -47,7 +47,7 @@ def hide_instructions(plain: bool) -> dict[str, Any]:
 
 @contextmanager
 def hidden_instructions(plain: bool) -> Iterator[None]:
-    """As `hide_instructions`, until the end of the block."""
+    """Hide instructions as `hide_instructions` does, until the end of the block."""
     import torch
 
     replaced = hide_instructions(plain)

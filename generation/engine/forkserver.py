@@ -35,7 +35,7 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.online.base",
 )
-"""What takes a process that starts an engine, and its core, long to import."""
+"""Modules that a process which starts an engine, and its core, take long to import."""
 
 _STARTING = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # start engine cores and their workers
 _PR_SET_PDEATHSIG = 1
@@ -66,7 +66,7 @@ class _CoreProcess(ForkServerProcess):
 
 
 class _Context(ForkServerContext):
-    """Its processes have the environment of the one that starts them, as spawned ones have."""
+    """A context whose processes have the environment of the one that starts them, as spawned ones have."""
 
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., Any], kwargs: dict[str, Any], name: str | None = None, daemon: bool | None = None
@@ -75,7 +75,7 @@ class _Context(ForkServerContext):
 
 
 def _runs(pid: int) -> bool:
-    """False where the server has been killed: what it would fork is spawned then."""
+    """Return False if the server has been killed: processes are spawned then."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -83,9 +83,9 @@ def _runs(pid: int) -> bool:
 
 
 def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
-    """A core, from its first line. What libraries read of the environment as they are imported is done again."""
-    # It ends with the server, and that with the rank: else one whose guardians were killed, too, would keep the rank's
-    # descriptors open, and with them the lock of the run.
+    """Run a core. What libraries read from the environment as they are imported is read again."""
+    # A core ends with the server, and the server with the rank. A core whose guardians were killed would otherwise keep
+    # the rank's descriptors open, and with them the lock of the run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not _runs(_server._forkserver_pid):
         os._exit(1)
@@ -119,7 +119,7 @@ def prepare() -> None:
 
 
 def start() -> None:
-    """From now on vLLM's cores are forked from this process as it is now. Call it before there are other threads."""
+    """Have vLLM's cores forked from this process as it is now. Call it before there are other threads."""
     import setproctitle
 
     with without_collections():

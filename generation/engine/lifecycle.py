@@ -13,7 +13,7 @@ class Memory(Enum):
 
 
 class EngineStateError(RuntimeError):
-    """An engine was asked for something that its state forbids."""
+    """Raised where an engine is asked for something that its state forbids."""
 
 
 class EngineLifecycle:
@@ -62,7 +62,7 @@ class EngineLifecycle:
         self.version = self.latest = version
 
     def sleep(self, keeps_weights: bool) -> None:
-        """From awake (or half awake, after a failed wake or sync) to asleep."""
+        """Go to sleep from awake, or from half awake after a failed wake or sync."""
         self._require("sleep", Memory.AWAKE, Memory.WEIGHTS)
         self.memory = Memory.ASLEEP
         if not keeps_weights:
@@ -81,20 +81,20 @@ class EngineLifecycle:
         self.memory = Memory.AWAKE
 
     def begin_sync(self) -> None:
-        """Weights start to arrive: from here until `finish_sync` the engine holds no version."""
+        """Note that weights start to arrive: from here until `finish_sync` the engine holds no version."""
         self._require("update weights", Memory.AWAKE, Memory.WEIGHTS)
         self.syncing, self.version = True, None
 
     def finish_sync(self, version: int) -> None:
-        """Every weight of `version` arrived and was accounted for."""
+        """Note that every weight of `version` has arrived and was accounted for."""
         if not self.syncing:
             raise EngineStateError(f"cannot finish a weight update that never began: the engine is {self}")
         self.syncing, self.version, self.latest = False, version, version
 
     def fail_sync(self) -> None:
-        """A sync broke off. The engine stays without a version until a complete one succeeds."""
+        """Note that a sync broke off: the engine stays without a version until a complete one succeeds."""
         self.syncing, self.version = False, None
 
     def close(self) -> None:
-        """The engine's processes have ended."""
+        """Note that the engine's processes have ended."""
         self.memory, self.version, self.syncing = Memory.CLOSED, None, False

@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from generation.engine.engine import Engine
 
 Sampler = Callable[[Any, Any, Any], Any]
-"""A sampler as it is called: (llm, prompts, sampling_params) -> one result for each prompt, or an awaitable of them."""
+"""The signature of a sampler: (llm, prompts, sampling_params) -> a result for each prompt, or an awaitable of them."""
 
 
 class RolloutSampler(Protocol):
-    """The shape of a sampler; nothing has to be derived from it."""
+    """The interface of a sampler; nothing has to be derived from it."""
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """One output for each prompt, in order."""
+        """Return one output for each prompt, in order."""
 
 
 class OneShotRolloutSampler:
-    """One generation for each prompt."""
+    """A sampler that generates once for each prompt."""
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """The outputs of `llm.generate`."""
+        """Return the outputs of `llm.generate`."""
         return list(llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False))
 
 
@@ -64,11 +64,11 @@ class FnCallRolloutSampler:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Schemas in the form of OpenAI's API."""
+        """Return the functions' schemas in the form of OpenAI's API."""
         return [tool.schema for tool in self._tools.values()]
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """The last output of each conversation; the earlier ones belong to its trajectory all the same."""
+        """Return the last output of each conversation; the earlier ones are in its trajectory, too."""
         chats = [list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts]
         results: dict[int, Any] = dict.fromkeys(range(len(chats)))
         still_open = list(results)
@@ -97,7 +97,7 @@ class FnCallRolloutSampler:
 def make_sampler(
     named: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> Sampler:
-    """A sampler from what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
+    """Make a sampler of what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
     where it can neither be called nor has a `generate` method, and what its `check_recipe`, if it has one, raises when
     it is given the `recipe`, a mapping of sections.
     """
@@ -138,7 +138,7 @@ async def sample_batch(
     llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout, rules)
 
     def call() -> Any:
-        """The sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
+        """Return the sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
         result = sampler(llm, list(batch), llm.sampling_params)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -167,8 +167,8 @@ async def sample_batch(
 
 
 def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
-    """The trajectories that a sampler's result stands for, one for each prompt of the batch. Raises ValueError where
-    one is missing, too many, None, of an unknown kind, or not what the policy has sampled.
+    """Return the trajectories that a sampler's result stands for, one for each prompt of the batch. Raises ValueError
+    where one is missing, too many, None, of an unknown kind, or not what the policy has sampled.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
         raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")
@@ -183,7 +183,7 @@ def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -
 def _trajectory(
     result: Any, index: int, prompt: PromptText, history: History, asked: Mapping[tuple[int, int], PromptText]
 ) -> Trajectory:
-    """The trajectory of one result; `asked` are the batch's prompts by place."""
+    """Return the trajectory of one result; `asked` are the batch's prompts by place."""
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
     with subject(f"the sampler's result {index}"):
@@ -216,7 +216,7 @@ def _trajectory(
 
 
 def _of_output(output: Any, history: History) -> tuple[Generation, int | None]:
-    """The answer an output stands for, and where to cut its trajectory. ValueError says what is wrong with it."""
+    """Return the answer of an output, and where to cut its trajectory. Raises ValueError saying what is wrong."""
     if len(output.outputs) != 1:
         raise ValueError(f"has {len(output.outputs)} answers: return one, every prompt is there once for each sample")
     same, token_ids = (output.request_id, output.outputs[0].index), list(output.outputs[0].token_ids)

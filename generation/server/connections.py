@@ -5,7 +5,7 @@ import resource
 from typing import Any
 
 HEADER_SECONDS = 60.0
-"""How long a client may take for the headers of a request, from its connection or its first byte on."""
+"""Seconds that a client may take for the headers of a request, from its connection or its first byte on."""
 
 CONNECTIONS = 4096
 """The most connections at a time, or half of the files that this process may open, if that is less."""

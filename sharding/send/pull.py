@@ -52,12 +52,12 @@ class Export:
         self.places = {n: [numbers[_storage(p)], p.data_ptr() - _storage(p), p.numel()] for n, p in parts.items()}
 
     def _held(self) -> dict[str, Tensor]:
-        """The shards that are not empty, as they are now."""
+        """Return the shards that are not empty, as they are now."""
         return {name: part for name, part in self._shards().items() if part.numel()}
 
     @torch.no_grad()
     def _move(self, storages: list[list[Tensor]]) -> None:
-        """Have all tensors in a memory file, those of a storage in another one that holds the same."""
+        """Move the tensors of each storage into a memory file of the same content."""
         sizes = [tensors[0].untyped_storage().nbytes() for tensors in storages]
         remedy = "set sync.way to staged"
         self._file = MemoryFile("hotbunk-shards", [*sizes, STAMP_BYTES], "the policy's shards", remedy)
@@ -79,8 +79,8 @@ class Export:
         wait_for_writes(self._device)
 
     def moved(self) -> list[str]:
-        """The parameters whose shards are no longer where they were exported, as FSDP2 pads some anew and an offloaded
-        one gets other memory.
+        """Return the parameters whose shards are no longer where they were exported, as FSDP2 pads some anew and an
+        offloaded one gets other memory.
         """
         now = self._where()
         return [name for name, place in self._addresses.items() if now.get(name) != place]
@@ -94,7 +94,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Pull(Staged):
-    """Workers read the shards of the ranks that hold a copy of the model, on their own machine. See `Way`.
+    """A `Way` by which workers read the shards of the ranks that hold a copy of the model, on their own machine.
 
     The stamp behind a rank's shards is that of the update while workers may read, and 0 while the rank may write: the
     step of an optimizer sets it to 0 first. Workers look at it before they read and afterwards, so they find out that

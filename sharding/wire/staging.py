@@ -59,14 +59,14 @@ def with_stamp(nbytes: int) -> int:
 
 
 def local_buffers(buffers: list[torch.Tensor], nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Two buffers of memory that nobody else maps: these, where they are as large as that."""
+    """Return two buffers of memory that nobody else maps: the given ones if they have this size, or new ones."""
     if buffers and buffers[0].nbytes == nbytes:
         return buffers
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as uint8 [nbytes]."""
+    """Return all of a storage as uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
@@ -120,7 +120,7 @@ def cuda_handle(storages: list[torch.UntypedStorage]) -> dict[str, Any]:
 
 
 def open_memory(handle: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
-    """uint8 tensors over another process's memory. Dropping the last reference closes them.
+    """Open another process's memory as uint8 tensors. Dropping the last reference closes them.
     Raises OSError: that process is gone, or belongs to another user.
     """
     if handle["kind"] == "cuda_ipc":
@@ -156,7 +156,7 @@ class SharedMemoryStaging:
         self.buffers, self.handle = self._file.tensors, self._file.handle
 
     def export(self) -> None:
-        """Nothing to do: whoever knows the descriptor can open it."""
+        """Do nothing: whoever knows the descriptor can open the memory."""
 
     def close(self) -> None:
         """Unmap and close; the pages are freed when the worker's mapping is gone, too."""
@@ -208,7 +208,7 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
             continue
         if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), f"madvise could not free {length} bytes of a sleeping engine")
-        # A wish, which the system may not know: pages that come back in large pieces come back several times as fast.
+        # A hint, which the system may ignore: pages that come back in large pieces come back several times as fast.
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
         freed += length
     return freed
@@ -234,6 +234,6 @@ def return_free_pages() -> None:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process that is its own: code and other mapped files are left out."""
+    """Return the bytes of physical memory of this process, without code and other mapped files."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared

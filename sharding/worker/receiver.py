@@ -81,7 +81,7 @@ class Receiver:
         self._loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
 
     def receive(self, carrier: Carrier) -> UpdateOutcome:
-        """Until the sender ends the update or something fails here; never raises, and never leaves half a model."""
+        """Serve messages until the sender ends the update or something fails. Never raises, or leaves half a model."""
         start = time.perf_counter()
         try:
             while (message := carrier.next())["kind"] not in ("end", "abort"):
@@ -173,7 +173,7 @@ class Receiver:
 
 
 def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:
-    """So many elements from byte `offset` of a bucket on."""
+    """Return `count` elements of a bucket, from byte `offset` on."""
     dtype = getattr(torch, dtype_name)
     return buffer[offset : offset + count * dtype.itemsize].view(dtype)
 
@@ -225,7 +225,7 @@ class StagedBuckets:
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
-        """Let go of the trainer's memory; nothing to do where none is open."""
+        """Let go of the trainer's memory, if it is open."""
         if self._handle is None:
             return
         self._handle, self._buffers = None, []
@@ -250,7 +250,7 @@ class ChannelCarrier:
         self._ahead: deque[dict[str, Any]] = deque()
 
     def start(self, session: int | None, timeout: float) -> None:
-        """The next messages are those of `session`, or of any new one; silence for `timeout` seconds is a failure."""
+        """Expect the messages of `session`, or of any new one; silence for `timeout` seconds is a failure."""
         self._over, self._session, self._timeout = self._session, session, timeout
         self._ahead.clear()
 

@@ -1,4 +1,4 @@
-"""Generation by right-padded batches, as NeMo RL has it: what goes in and out, and the way to single requests."""
+"""The right-padded batches of NeMo RL's generation, and their translation into single requests and back."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -82,7 +82,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """One batch after the other. Tensors of two and more dimensions are padded on the right of dimension 1, with
+        """Concatenate batches. Tensors of two and more dimensions are padded on the right of dimension 1, with
         the value in `pad_value_dict` or 0. Raises KeyError for a key that only some batches, of those not empty, have.
         """
         filled = [batch for batch in batches if len(batch)]
@@ -93,20 +93,20 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return cls({key: _joined([b[key] for b in filled], pads.get(key, 0)) for key in (filled[0] if filled else ())})
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The samples at `indices`, in that order."""
+        """Return the samples at `indices`, in that order."""
         places = torch.as_tensor(indices, dtype=torch.long).tolist()
         if outside := [i for i in places if not 0 <= i < self.size]:
             raise IndexError(f"a batch of {self.size} samples has none at {outside}")
         return self._of(lambda value: value[places] if isinstance(value, torch.Tensor) else [value[i] for i in places])
 
     def slice(self, start: int, end: int) -> Self:
-        """Samples `start` to `end`, the latter not included; both must lie within the batch."""
+        """Return samples `start` to `end`, the latter not included; both must lie within the batch."""
         if not 0 <= start <= end <= self.size:
             raise IndexError(f"samples {start} to {end} of a batch of {self.size}")
         return self._of(lambda value: value[start:end])
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """The `rank`-th of `chunks` equal parts."""
+        """Return the `rank`-th of `chunks` equal parts."""
         if chunks < 1 or self.size % chunks or not 0 <= rank < chunks:
             raise ValueError(f"there is no part {rank} of {chunks} equal parts of {self.size} samples")
         return self.get_batch(rank, self.size // chunks)
@@ -131,13 +131,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         ]
 
     def reorder_data(self, order: Sequence[int]) -> Self:
-        """Sample i moves to place `order[i]`, which must hold each place once: undoes a `select_indices(order)`."""
+        """Move sample i to place `order[i]`, which must hold each place once: undoes a `select_indices(order)`."""
         if sorted(order) != list(range(self.size)):
             raise ValueError(f"the new places of {self.size} samples must be 0 to {self.size - 1}, each once")
         return self.select_indices(torch.argsort(torch.tensor(order, dtype=torch.long)))
 
     def repeat_interleave(self, count: int) -> Self:
-        """Every sample `count` times in a row; entries of lists are copied."""
+        """Repeat every sample `count` times in a row; entries of lists are copied."""
 
         def repeated(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -158,13 +158,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self._of(cut)
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
-        """Consecutive parts of `microbatch_size` samples, which must divide the batch."""
+        """Yield consecutive parts of `microbatch_size` samples, which must divide the batch."""
         if microbatch_size < 1 or self.size % microbatch_size:
             raise ValueError(f"{self.size} samples cannot be cut into micro-batches of {microbatch_size}")
         return (self.get_batch(part, microbatch_size) for part in range(self.size // microbatch_size))
 
     def get_batch(self, batch_idx: int, batch_size: int) -> Self:
-        """The `batch_idx`-th part of `batch_size` samples."""
+        """Return the `batch_idx`-th part of `batch_size` samples."""
         return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     def to(self, device: torch.device | str) -> Self:
@@ -182,7 +182,7 @@ Texts = BatchedDataDict[Any]
 
 
 def _joined(values: Sequence[Any], padding: float) -> Any:
-    """Lists as one list, tensors as one tensor, each padded in dimension 1 to the widest."""
+    """Join lists into one list, or tensors into one tensor, each padded in dimension 1 to the widest."""
     if not isinstance(values[0], torch.Tensor):
         return [item for value in values for item in value]
     if values[0].dim() < 2:
@@ -201,7 +201,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(self, data: Prompts, greedy: bool = False) -> Responses:
-        """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch."""
+        """Return one response to every prompt, in the order of the prompts; an empty batch gives an empty batch."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -216,7 +216,7 @@ class GenerationInterface(ABC):
         return True
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce what weights will come: name -> (shape, dtype)."""
+        """Announce the weights that will come: name -> (shape, dtype)."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights while it runs")
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
@@ -309,7 +309,7 @@ def text_rows(data: Mapping[str, Any], has_tokenizer: bool) -> list[Row]:
 
 
 def _stop_strings(data: Mapping[str, Any], size: int) -> list[list[str]]:
-    """Each sample's own stop strings; none where the batch, or the sample, has none."""
+    """Return each sample's stop strings; none if the batch, or the sample, has none."""
     stops = data.get("stop_strings") or [None] * size
     if any(isinstance(stop, str) for stop in stops) or len(stops) != size:
         raise ValueError(f"stop_strings must hold a list of strings, or None, for each of the {size} samples")
@@ -346,5 +346,5 @@ def sequence_output(data: Prompts, row: Row, completion: Generation, pad_value: 
 
 
 def text_output(answers: Sequence[tuple[str, str]]) -> Texts:
-    """Responses and errors side by side."""
+    """Put responses and errors side by side into one batch."""
     return BatchedDataDict(texts=[text for text, _ in answers], errors=[error for _, error in answers])

@@ -28,7 +28,7 @@ UPDATE_SECONDS = 300.0
 
 
 class UpdateGate:
-    """Requests go through together, a weight update alone: so no answer holds tokens of two versions. On one loop."""
+    """A gate that requests pass together and a weight update alone, so that no answer has tokens of two versions."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -38,7 +38,7 @@ class UpdateGate:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Enter as one of many; waits while an update is under way."""
+        """Enter as one of many requests; wait while an update is under way."""
         while self._updated is not None:
             await self._updated.wait()
         self._requests += 1
@@ -129,7 +129,7 @@ class ServiceEngine(ActorEngine):
         return self._cache_usage if self.llm.get_num_unfinished_requests() else 0.0
 
     async def get_num_unfinished_requests(self) -> int:
-        """The requests that vLLM itself counts; the service counts at its own end."""
+        """Return the number of requests that vLLM counts; the service counts, too."""
         return int(self.llm.get_num_unfinished_requests())
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
@@ -196,7 +196,7 @@ class ServiceEngine(ActorEngine):
 
 
 class ServiceReplica(EngineLoad, ABC):
-    """One engine as the service sees it; its load is counted here, at submit and finish."""
+    """An engine of the service. Its load is counted here, when requests are submitted and when they end."""
 
     def launch(self) -> Future[Any]:
         """Start the engine, on the service's event loop; the future is done when it can generate."""
@@ -207,7 +207,7 @@ class ServiceReplica(EngineLoad, ABC):
         """Call a coroutine method of the replica's `ServiceEngine`; cancelling the future cancels it there."""
 
     def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `submit`; with Ray an ObjectRef."""
+        """Do as `submit` does, and return an ObjectRef where the engine is on Ray."""
         return self.submit(method, *args, **kwargs)
 
     @abstractmethod
@@ -249,7 +249,7 @@ class RayReplica(ServiceReplica):
         await self.watch()
 
     async def watch(self) -> None:
-        """From now on know how full the KV cache is."""
+        """Begin to ask how full the KV cache is."""
         self._watcher = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
@@ -277,5 +277,5 @@ class RayReplica(ServiceReplica):
 
 
 def gpu_count(backend: str) -> int:
-    """Devices there are: of this machine, or of the whole Ray cluster."""
+    """Return the number of GPUs of this machine, or of the whole Ray cluster."""
     return int(ray_module().cluster_resources().get("GPU", 0)) if backend == "ray" else device_count()
