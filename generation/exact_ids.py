@@ -318,7 +318,8 @@ class ChatHistory(History):
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
         super().__init__()
-        self._tokenizer, self._ends = tokenizer, tuple(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._ends = tuple(eos_token_ids)
         self.retemplated = 0
 
     def prompt_ids(
@@ -446,7 +447,9 @@ class _Turns:
     def __init__(
         self, tokenizer: Any, ends: frozenset[int], until_answer: Sequence[int], rendered_ids: Sequence[int]
     ) -> None:
-        self._tokenizer, self._ends, self._whole = tokenizer, ends, list(rendered_ids)
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._whole = list(rendered_ids)
         template = getattr(tokenizer, "chat_template", None)
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
         *self._rendered, after = self._segments(until_answer)

@@ -45,14 +45,19 @@ class ShardingManager:
         way: Way | None = None,
     ) -> None:
         """Listen for the workers. `way` brings the weights to them; the default goes through staging buffers."""
-        self._device, self._timeout = device, settings.timeout
-        self._group_size, self._leader, self._adapter = tensor_parallel_size, leader, adapter
+        self._device = device
+        self._timeout = settings.timeout
+        self._group_size = tensor_parallel_size
+        self._leader = leader
+        self._adapter = adapter
         self._device_id = device_id(device, rank() % tensor_parallel_size)
-        self._folder, self._connections = folder, itertools.count()
+        self._folder = folder
+        self._connections = itertools.count()
         self._channel = self._listen()
         self._way = way or Staged(device)
         self._update = Update(source, self._way, settings, adapter, keep_buffers=device.type != "cuda")
-        self._session, self._broken = 0, False
+        self._session = 0
+        self._broken = False
         self._tenants: list[Tenant] = []
         self.report = SyncReport(version=-1)
 

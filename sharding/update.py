@@ -41,13 +41,16 @@ class Update:
     ) -> None:
         """`adapter`: weights are the factors of one. `keep_buffers`: keep the buffers between updates."""
         self.settings = settings
-        self._way, self._adapter, self._keep_buffers = way, adapter, keep_buffers
+        self._way = way
+        self._adapter = adapter
+        self._keep_buffers = keep_buffers
         self._stamps = itertools.count(1)
         self.use(source)
 
     def use(self, source: WeightSource) -> None:
         """Take weights from this source from the next update on; on all ranks."""
-        self.source, self.parameters = source, source.parameters()
+        self.source = source
+        self.parameters = source.parameters()
 
     def run(self, report: SyncReport, workers: Workers, session: int = 0, calls: Sequence[Any] = ()) -> list[Any]:
         """Bring the workers to `report.version`, and verify that they hold it. Collective.
@@ -59,9 +62,12 @@ class Update:
 
         Returns the results of the calls. Raises RemoteError: on all ranks, naming the worker and the weight.
         """
-        self.report, self.workers, self.session = report, workers, session
+        self.report = report
+        self.workers = workers
+        self.session = session
         self._repeatable = getattr(self.source, "repeatable", True)  # else weights are gone once they are sent
-        self._verify, self._capacity = self.settings.verify if self._repeatable else "off", 0
+        self._verify = self.settings.verify if self._repeatable else "off"
+        self._capacity = 0
         try:
             check = DigestCheck(self.source, self.parameters, self._verify, report.version)
             self._terms = self._announce(check.request)

@@ -53,9 +53,14 @@ class RLTrainer:
         self.last_answers: list[dict[str, Any]] = []
         self.left_out: list[str] = []  # weights that the engines do not use
         start = begin(config, watchdog, resources, self.doing)
-        self.config, self.screen, self.state, self.restarts = start.config, start.screen, start.state, start.restarts
-        self.tokenizer, self.rewards = start.tokenizer, start.rewards
-        self.prompts, self.held_outs = start.prompts, start.held_outs
+        self.config = start.config
+        self.screen = start.screen
+        self.state = start.state
+        self.restarts = start.restarts
+        self.tokenizer = start.tokenizer
+        self.rewards = start.rewards
+        self.prompts = start.prompts
+        self.held_outs = start.held_outs
         self.build(resources, start)
         gc.collect()
         gc.freeze()  # spares the collection of each shift the objects that exist by now, which would take 0.4 s

@@ -41,7 +41,9 @@ class EngineRestarts:
     sharding: ShardingManager
 
     def __init__(self, config: TrainConfig, device: torch.device, watchdog: Watchdog) -> None:
-        self._config, self._device, self._watchdog = config, device, watchdog
+        self._config = config
+        self._device = device
+        self._watchdog = watchdog
         self._leader: Leader | None = None
         self._deaths: list[tuple[float, str]] = []  # time by rank 0's clock (s), and a description
 

@@ -98,9 +98,12 @@ class LoadBalancer:
         if prefix_length < 1 or overload_threshold <= 0 or overload_floor < 0:
             needed = "prefix_length must be at least 1, overload_threshold above 0, overload_floor not negative"
             raise ValueError(f"{needed}: not {prefix_length}, {overload_threshold} and {overload_floor}")
-        self.prefix_length, self.overload_threshold = prefix_length, overload_threshold
-        self.overload_floor, self._random = overload_floor, random.Random(seed)
-        self._next_in_turn, self._turn_lock = 0, threading.Lock()
+        self.prefix_length = prefix_length
+        self.overload_threshold = overload_threshold
+        self.overload_floor = overload_floor
+        self._random = random.Random(seed)
+        self._next_in_turn = 0
+        self._turn_lock = threading.Lock()
 
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
         """Index of the engine that the next request should go to; ValueError where there are none.

@@ -75,7 +75,9 @@ class Engine:
 
         Also after `close`: whoever holds this object then has an engine that has just started.
         """
-        self.state, self.adapter, self._images = EngineLifecycle(), None, None
+        self.state = EngineLifecycle()
+        self.adapter = None
+        self._images = None
         if self.settings.keyed_noise:
             stat_loggers = [*(stat_loggers or ()), vllm_compat.step_logger(self._note_step)]
         self._llm = vllm_compat.start_async_llm(self.settings, stat_loggers)

@@ -27,7 +27,8 @@ class EngineImages:
     """Makes vLLM's inputs from ids and images. Its coroutine runs on the engine's loop, the work on a thread."""
 
     def __init__(self, renderer: "BaseRenderer") -> None:
-        self._renderer, self._lock = renderer, asyncio.Lock()
+        self._renderer = renderer
+        self._lock = asyncio.Lock()
         self._processed: OrderedDict[str, tuple[Any, list[int]]] = OrderedDict()
 
     async def prompt(self, seen: PromptInput) -> dict[str, Any]:

@@ -89,7 +89,9 @@ class EngineLifecycle:
         """Note that every weight of `version` has arrived and was accounted for."""
         if not self.syncing:
             raise EngineStateError(f"cannot finish a weight update that never began: the engine is {self}")
-        self.syncing, self.version, self.latest = False, version, version
+        self.syncing = False
+        self.version = version
+        self.latest = version
 
     def fail_sync(self) -> None:
         """Note that a sync broke off: the engine stays without a version until a complete one succeeds."""
@@ -97,4 +99,6 @@ class EngineLifecycle:
 
     def close(self) -> None:
         """Note that the engine's processes have ended."""
-        self.memory, self.version, self.syncing = Memory.CLOSED, None, False
+        self.memory = Memory.CLOSED
+        self.version = None
+        self.syncing = False

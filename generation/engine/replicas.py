@@ -144,7 +144,8 @@ class ReplicatedEngine(Engine):
     def __init__(self, settings: EngineSettings, count: int, restarts: int) -> None:
         """`count` replicas with these settings each, of which `restarts` may die within an hour and are replaced."""
         super().__init__(settings)
-        self._count, self._restarts = count, restarts
+        self._count = count
+        self._restarts = restarts
         self.members: list[Replica] = []
         self._coming: list[Replica] = []
         self._numbers = itertools.count()
@@ -155,7 +156,9 @@ class ReplicatedEngine(Engine):
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
         """Start all replicas that there is room for; others when there is."""
-        self.state, self.adapter, self._closed = EngineLifecycle(), None, False
+        self.state = EngineLifecycle()
+        self.adapter = None
+        self._closed = False
         for _ in range(self._count):
             self._begin_another()
         no_room = asyncio.get_running_loop().call_later(_ROOM_SECONDS, self._note_no_room)
@@ -312,7 +315,8 @@ class ReplicatedEngine(Engine):
             import ray
 
             self._closed, replicas = True, [*self.members, *self._coming]
-            self.members, self._coming = [], []
+            self.members = []
+            self._coming = []
             with suppress(ray.exceptions.RayError):
                 ray.wait([r.submit("shutdown") for r in replicas], num_returns=len(replicas), timeout=_ANSWER_SECONDS)
             for replica in replicas:

@@ -145,8 +145,11 @@ class Turnstile:
     """
 
     def __init__(self, slices: Slices, room: asyncio.Semaphore | None) -> None:
-        self.slices, self.running, self._away = slices, 0, 0
-        self._room, self._has_room = room, True
+        self.slices = slices
+        self.running = 0
+        self._away = 0
+        self._room = room
+        self._has_room = True
         self._waiting: dict[asyncio.Future[None], Unfinished] = {}
         self._parked_before, self._parked_since = 0.0, 0.0  # seconds, and the time where it is parked now
 

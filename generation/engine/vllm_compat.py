@@ -248,8 +248,10 @@ def frontend(settings: EngineSettings) -> "AsyncLLM":
             log_requests = log_stats = False
 
             def __init__(self) -> None:
-                self.vllm_config, self.model_config = config, config.model_config
-                self.scheduler_config, self.observability_config = config.scheduler_config, config.observability_config
+                self.vllm_config = config
+                self.model_config = config.model_config
+                self.scheduler_config = config.scheduler_config
+                self.observability_config = config.observability_config
                 self.renderer = renderer_from_config(config)
                 self.input_processor = InputProcessor(config, self.renderer)
 

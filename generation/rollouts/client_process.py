@@ -111,7 +111,8 @@ class Copier(AbstractContextManager["Copier"]):
     def __init__(self, log: Path | None) -> None:
         """`log`: None drops everything."""
         read, write = os.pipe()
-        self.input, self._tail = os.fdopen(write, "wb"), b""
+        self.input = os.fdopen(write, "wb")
+        self._tail = b""
         self._thread = threading.Thread(target=self._copy, args=(read, log), daemon=True)
         self._thread.start()
 

@@ -199,7 +199,8 @@ class Conversation(Trajectory):
 
     def __init__(self, llm: PolicyLLM, prompt_ids: Sequence[int]) -> None:
         super().__init__(**vars(llm.trajectory(prompt_ids, turns=0)))
-        self.llm, self._full = llm, False
+        self.llm = llm
+        self._full = False
 
     @property
     def ids(self) -> list[int]:

@@ -60,7 +60,8 @@ class FnCallRolloutSampler:
         """`functions` are plain and typed (level 2), or their names; after `max_turns` answers a conversation ends."""
         loaded = [load(function) if isinstance(function, str) else function for function in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
-        self._max_turns, self._limits = max_turns, limits or ToolLimits()
+        self._max_turns = max_turns
+        self._limits = limits or ToolLimits()
 
     @property
     def tools(self) -> list[dict[str, Any]]:

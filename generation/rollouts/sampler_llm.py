@@ -59,14 +59,17 @@ class SamplerLLM:
         """`loop` is the one the engine runs on; `timeout` (seconds) is the longest a call may take. `rules`: how images
         are treated; None: prompts have none.
         """
-        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
         self.history = History()
         self.fatal: Exception | None = None
         self._prompts = PromptReader(tokenizer, settings, batch, self.history, rules)
         self.sampling_params = vllm_sampling_params(settings.sampling, seed=None)
         self.sampling_params.detokenize = self.sampling_params.skip_special_tokens = True
         self._training = self.sampling_params
-        self._loop, self._timeout = loop, timeout
+        self._loop = loop
+        self._timeout = timeout
         self._calls: Counter[tuple[int, int]] = Counter()
         self._running: set[Future[Any]] = set()
         self._closed = False

@@ -52,9 +52,15 @@ class PromptText(str):
         image_spans: Spans = (),
     ) -> "PromptText":
         self = super().__new__(cls, text)
-        self.token_ids, self.row, self.images, self.image_spans = list(token_ids), row or {}, images, image_spans
+        self.token_ids = list(token_ids)
+        self.row = row or {}
+        self.images = images
+        self.image_spans = image_spans
         self.messages = _with_images(split_images(messages, images)[0], images) if messages and images else messages
-        self.prompt_index, self.sample_index, self.metrics, self.decoded = prompt_index, sample_index, {}, None
+        self.prompt_index = prompt_index
+        self.sample_index = sample_index
+        self.metrics = {}
+        self.decoded = None
         return self
 
     @property

@@ -250,7 +250,8 @@ class ToolRunner:
     """Runs the calls of all trajectories of one engine. Use it on one event loop."""
 
     def __init__(self, limits: ToolLimits, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.limits, self._tokenizer = limits, tokenizer
+        self.limits = limits
+        self._tokenizer = tokenizer
         self._places = asyncio.Semaphore(limits.max_concurrency)
         self._next: dict[str, float] = {}  # the loop's time from which on a tool with a rate may be called
 

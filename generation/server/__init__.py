@@ -42,7 +42,8 @@ class OpenAIServer:
     ) -> None:
         self.settings = settings
         self._conversations = open_
-        self._server, self._socket = server, sock
+        self._server = server
+        self._socket = sock
         host, port = sock.getsockname()[:2]
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         self._task = asyncio.ensure_future(self._serve())

@@ -207,10 +207,16 @@ class AnswerSender:
     def __init__(
         self, request: Request, send: Send, call: ServedCall, kept: StoredResponses, previous: str | None
     ) -> None:
-        self._request, self._send, self._call, self._kept, self._previous = request, send, call, kept, previous
+        self._request = request
+        self._send = send
+        self._call = call
+        self._kept = kept
+        self._previous = previous
         self._path: str = request.scope["path"]
         self._start: Message = {}
-        self._streams, self._begun, self._waiting = False, False, b""
+        self._streams = False
+        self._begun = False
+        self._waiting = b""
         self._said: dict[int, dict[str, Any]] = {}
         self._blocks: list[dict[str, Any]] = []
 

@@ -187,7 +187,9 @@ class Conversations(dict[str, ServedConversation]):
 
     def __init__(self, tokenizer: Any, settings: ServerSettings) -> None:
         super().__init__()
-        self._tokenizer, self._ends, self._limit = tokenizer, settings.eos_token_ids, settings.max_conversations
+        self._tokenizer = tokenizer
+        self._ends = settings.eos_token_ids
+        self._limit = settings.max_conversations
         self.places: dict[str, ServedConversation] = {}
         self.counts: Counter[str] = Counter()
         self.responses = StoredResponses()

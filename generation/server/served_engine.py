@@ -47,8 +47,11 @@ class ServedEngine:
     """vLLM's engine with another `generate`; everything else is the engine's own."""
 
     def __init__(self, worker: Engine, settings: ServerSettings, limits: Limits, conversations: Conversations) -> None:
-        self._worker, self._tokenizer, self._settings = worker, worker.llm.get_tokenizer(), settings
-        self._limits, self._conversations = limits, conversations
+        self._worker = worker
+        self._tokenizer = worker.llm.get_tokenizer()
+        self._settings = settings
+        self._limits = limits
+        self._conversations = conversations
         if settings.image_rules is not None:
             see(worker.llm.renderer, settings.image_rules)
 

@@ -57,7 +57,9 @@ class Broadcast(Way):
         self.ip, self.port = ip, port
         self.store: GroupStore | None = None
         self.lost = "no engine has joined yet: connect() comes first"
-        self._device, self._timeout, self._own_port = device, timeout, port
+        self._device = device
+        self._timeout = timeout
+        self._own_port = port
         self._group: BroadcastGroup | None = None
         self._works: dict[int, Work] = {}
 
@@ -66,7 +68,8 @@ class Broadcast(Way):
         with agreed("listening for engines"):
             if rank() == 0:
                 store = listen(self.ip, self._own_port, self._timeout)
-                self.port, self.store = int(store.port), GroupStore(store, f"{self.ip}:{store.port}")
+                self.port = int(store.port)
+                self.store = GroupStore(store, f"{self.ip}:{store.port}")
                 sizes = {"world_size": self.world_size, "train_world_size": TRAIN_WORLD_SIZE}
                 self.store.put("group", msgspec.msgpack.encode({"token": secrets.token_hex(8), **sizes}))
         self.ip, self.port = exchange([self.ip, self.port])[0]
@@ -148,7 +151,8 @@ class Broadcast(Way):
 
     def abort(self, reason: str) -> None:
         """End the group, since its members may be in different broadcasts; its store says why."""
-        self.lost, self.buffers = self.lost if self._group is None else reason, []
+        self.lost = self.lost if self._group is None else reason
+        self.buffers = []
         self._works.clear()
         if self.store is not None:
             with suppress(GroupError):
@@ -202,12 +206,14 @@ class CollectiveSender:
         """Listen on `host` for `workers` workers, all engines together; loopback by default. `adapter`: weights are the
         factors of one. `session`: that of a sender before, some of whose workers join this one.
         """
-        self.session, self._timeout = session, settings.timeout
+        self.session = session
+        self._timeout = settings.timeout
         self._way = Broadcast(device, workers, settings.timeout, host, port)
         self._way.listen()
         self._update = Update(source, self._way, settings, adapter)
         self.ip, self.port = self._way.ip, self._way.port
-        self.world_size, self.train_world_size = self._way.world_size, TRAIN_WORLD_SIZE
+        self.world_size = self._way.world_size
+        self.train_world_size = TRAIN_WORLD_SIZE
         store, numbers = self._way.store, range(TRAIN_WORLD_SIZE, self.world_size)
         self._channels = {} if store is None else {n: StoreChannel(store, f"to/{n}", f"from/{n}") for n in numbers}
 

@@ -40,7 +40,9 @@ class PendingCall:
 
     def __init__(self, line: StoreChannel, number: int, timeout: float) -> None:
         """`number`: that rank's in the run."""
-        self._line, self._number, self._timeout = line, number, timeout
+        self._line = line
+        self._number = number
+        self._timeout = timeout
         self._end: dict[str, Any] | None = None
 
     def done(self) -> bool:
@@ -75,7 +77,10 @@ class EnginesApart:
         """`ranks`: those that do not train, by their numbers in the run. Rank 0 listens on `host` for their workers.
         `adapter`: `source` has the factors of one.
         """
-        self._timeout, self._verify, self._ranks, self._host = settings.timeout, settings.verify, ranks, host
+        self._timeout = settings.timeout
+        self._verify = settings.verify
+        self._ranks = ranks
+        self._host = host
         self._lines = [_line(store, number, outwards=True) for number in ranks] if is_main() else []
         self._new_sender = partial(CollectiveSender, source, device, settings, adapter=adapter)
         self._sender: CollectiveSender | None = None
@@ -87,7 +92,8 @@ class EnginesApart:
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
         """Inside, orders (`begin`) bring this policy's weights. There is nothing to make room for."""
-        self._policy, self.report = policy, SyncReport(policy.version)
+        self._policy = policy
+        self.report = SyncReport(policy.version)
         yield
         self.sleep()
 
@@ -173,7 +179,8 @@ class TrainersApart:
 
     def __init__(self, leader: Leader | None, store: dist.Store, number: int, settings: SyncSettings) -> None:
         """`number`: this rank's in the run."""
-        self._leader, self._timeout = leader, settings.timeout
+        self._leader = leader
+        self._timeout = settings.timeout
         self._line = _line(store, number, outwards=False)
         engine = None if leader is None else leader.engine
         self._replicas = engine if isinstance(engine, ReplicatedEngine) else None

@@ -33,8 +33,12 @@ class Storage(Way):
     def __init__(self, folder: Path | str, device: torch.device, timeout: float) -> None:
         """Readers get `timeout` seconds to leave a slot. Workers on other machines must see the same folder."""
         self.buffers: list[torch.Tensor] = []
-        self._folder, self._device, self._timeout = Path(folder), device, timeout
-        self._slot, self._fd, self._end = "", -1, 0
+        self._folder = Path(folder)
+        self._device = device
+        self._timeout = timeout
+        self._slot = ""
+        self._fd = -1
+        self._end = 0
         self._content: dict[str, Any] = {}
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:

@@ -34,7 +34,8 @@ class Export:
         """`shards`: parameter -> this rank's part of it, as it is now. `aliases`: all tensors that share its memory.
         Raises SyncError: where the system does not give that much memory, or a shard could not be moved.
         """
-        self._shards, self._device = shards, device
+        self._shards = shards
+        self._device = device
         storages: dict[int, list[Tensor]] = {_storage(part): [] for part in self._held().values()}
         for tensor in aliases:
             if (address := tensor.untyped_storage().data_ptr()) in storages:
@@ -110,7 +111,8 @@ class Pull(Staged):
     ) -> None:
         """`aliases`: all tensors that share memory with the parameters of `source`, which `writers` change."""
         super().__init__(device)
-        self._source, self._held = source, source.in_memory()
+        self._source = source
+        self._held = source.in_memory()
         self.export = Export(self._held.shards, aliases, device)
         for writer in writers:
             writer.register_step_pre_hook(lambda *_: self.export.stamp(0))

@@ -117,7 +117,9 @@ class Link:
         self.error: Exception | None = None
         self.lost = self.left = False
         self.messages = self.unanswered = 0
-        self._channel, self._session, self._timeout = channel, session, timeout
+        self._channel = channel
+        self._session = session
+        self._timeout = timeout
         self._still_alive = still_alive
 
     def post(self, kind: str, **fields: Any) -> None:

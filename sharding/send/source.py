@@ -84,7 +84,9 @@ class FsdpWeightSource:
     def __init__(
         self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
     ) -> None:
-        self._tensors, self._dtype, self._layout = dict(named_parameters), dtype, layout
+        self._tensors = dict(named_parameters)
+        self._dtype = dtype
+        self._layout = layout
 
     def parameters(self) -> list[SourceParameter]:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
@@ -233,7 +235,8 @@ class StreamSource:
 
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`info` says what will come: checkpoint name -> [shape, dtype to send it in]."""
-        self._info, self._weights = info, iter(weights)
+        self._info = info
+        self._weights = iter(weights)
         self._early: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
 

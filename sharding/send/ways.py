@@ -213,7 +213,8 @@ class Staged(Way):
     reader, cuts, shares = "staged", True, False
 
     def __init__(self, device: torch.device) -> None:
-        self.buffers, self._device = [], device
+        self.buffers = []
+        self._device = device
         self._staging: Staging | None = None
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
@@ -264,7 +265,9 @@ class ZeroCopy(Staged):
         """
         super().__init__(device)
         self.in_place = False
-        self._parameters, self._compute_in, self._timeout = parameters, compute_in, timeout
+        self._parameters = parameters
+        self._compute_in = compute_in
+        self._timeout = timeout
         self._call: WorkerCall | None = None
 
     def connect(self, call: WorkerCall | None) -> None:

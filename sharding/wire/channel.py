@@ -115,7 +115,8 @@ class Listener(Channel):
         """Listen in `folder`. Raises SyncError: other users can enter it."""
         if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
             raise SyncError(f"{folder} has mode {mode:o}, open to other users: sockets need a folder of mode 700")
-        self.secret, self._path = secrets.token_hex(16), folder / name
+        self.secret = secrets.token_hex(16)
+        self._path = folder / name
         self.endpoint = f"ipc://{self._path}"
         self._speaker = self._peer = b""  # who spoke last, and whom we listen to, by numbers that ZMQ gives them
         socket = _socket(zmq.ROUTER)

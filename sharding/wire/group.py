@@ -132,7 +132,9 @@ class StoreChannel:
     """A `Channel` over the store: messages in order, each removed when it is read."""
 
     def __init__(self, store: GroupStore, outbox: str, inbox: str) -> None:
-        self._store, self._outbox, self._inbox = store, outbox, inbox
+        self._store = store
+        self._outbox = outbox
+        self._inbox = inbox
         self._sent = self._received = 0
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -162,7 +164,8 @@ class BroadcastGroup:
     def __init__(
         self, store: GroupStore, rank: int, world_size: int, device: torch.device, address: str, timeout: float
     ) -> None:
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
         make = _nccl if device.type == "cuda" else _gloo
         self._backend: Any = make(PrefixStore("broadcast", store._store), rank, world_size, address, timeout)
         first = torch.full((1,), world_size if rank == 0 else 0, dtype=torch.uint8, device=device)

@@ -29,7 +29,8 @@ class AdapterLoader:
         if not hasattr(model_runner, "lora_manager"):
             raise SyncError("an adapter arrived, but the engine was started without enable_lora")
         self._worker = model_runner.lora_manager
-        self._number, self._config = number, config
+        self._number = number
+        self._config = config
         self._arrivals = Arrivals({})
         self._factors: NamedTensors = []
 

@@ -109,7 +109,8 @@ class RouteRecorder:
         layers, self.top_k = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
         self.dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
         self.format = [layers, self.top_k, np.dtype(self.dtype).name]
-        self._layers, self._runner = layers, runner
+        self._layers = layers
+        self._runner = runner
         self._chosen: dict[int, Tensor] = {}  # of the latest pass, by layer
         self._by_slot = np.zeros((0, layers, self.top_k), self.dtype)
         self._rows: dict[str, list[np.ndarray]] = {}

@@ -79,7 +79,9 @@ class Reload:
     """One layerwise reload of some modules of a model, which keeps the weights it is given until they are complete."""
 
     def __init__(self, model: Module, modules: list[Module], config: VllmConfig) -> None:
-        self._model, self._modules, self._config = model, modules, config
+        self._model = model
+        self._modules = modules
+        self._config = config
         self._begun = False
 
     def begin(self) -> None:
@@ -220,9 +222,11 @@ class WeightLoader:
         recording: Recording | None = None,
     ) -> None:
         """`reprocessed`: modules that are not written in place."""
-        self.plain, self.recording = not reprocessed, recording
+        self.plain = not reprocessed
+        self.recording = recording
         self.left_out: list[str] = []
-        self._model, self._config = model, vllm_config
+        self._model = model
+        self._config = vllm_config
         self._reprocessed = list(reprocessed)
         self._reload = Reload(model, self._reprocessed, vllm_config)
         self._watcher = LoadWatcher()

@@ -76,7 +76,8 @@ class Receiver:
         self.weights: Manifest = {}
         self._verify: dict[str, Any] = {}
         self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
-        self._worker, self._promised = worker, promised
+        self._worker = worker
+        self._promised = promised
         self._loader: WeightLoader | AdapterLoader
         self._loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
 
@@ -242,7 +243,9 @@ class ChannelCarrier:
         self, channel: MessageLine, buckets: Buckets, waiting_for: str, device: torch.device | None = None
     ) -> None:
         """`waiting_for` names the sender in the error of a wait that has been too long."""
-        self._channel, self._buckets, self._waiting_for = channel, buckets, f"message from {waiting_for}"
+        self._channel = channel
+        self._buckets = buckets
+        self._waiting_for = f"message from {waiting_for}"
         self.shards = MappedShards(device or torch.device("cpu"))
         self._session: int | None = None
         self._over: int | None = None  # the session before
@@ -251,7 +254,9 @@ class ChannelCarrier:
 
     def start(self, session: int | None, timeout: float) -> None:
         """Expect the messages of `session`, or of any new one; silence for `timeout` seconds is a failure."""
-        self._over, self._session, self._timeout = self._session, session, timeout
+        self._over = self._session
+        self._session = session
+        self._timeout = timeout
         self._ahead.clear()
 
     def call_for_weights(self) -> None:

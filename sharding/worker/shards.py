@@ -31,10 +31,12 @@ class MappedShards:
         handles = [source["handle"] for source in message["sources"]]
         if handles != self._handles:
             self.close()
-            self._memory, self._handles = [self._open(source) for source in message["sources"]], handles
+            self._memory = [self._open(source) for source in message["sources"]]
+            self._handles = handles
         self.check(message, "is not the memory that was announced")
         if message["parts"] != self._layout:
-            self._layout, self._parts = message["parts"], [self._part(*part) for part in message["parts"]]
+            self._layout = message["parts"]
+            self._parts = [self._part(*part) for part in message["parts"]]
         return self._parts
 
     def _open(self, source: dict[str, Any]) -> list[torch.Tensor]:
@@ -78,7 +80,10 @@ class MappedShards:
         """Let go of the ranks' memory."""
         if not self._memory:
             return
-        self._handles, self._memory, self._layout, self._parts = [], [], [], []
+        self._handles = []
+        self._memory = []
+        self._layout = []
+        self._parts = []
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()

@@ -158,7 +158,9 @@ class StorageCarrier:
         """`verify` reads everything a second time, for comparison, where weights can be compared; so many `threads`
         read at a time.
         """
-        self._folder, self._timeout, self._verify = Path(folder), timeout, verify
+        self._folder = Path(folder)
+        self._timeout = timeout
+        self._verify = verify
         self._buckets = StorageBuckets(SimpleNamespace(device=device), threads)
         self._fd = -1
         self._manifest: dict[str, Any] = {}

@@ -86,7 +86,8 @@ class Trial:
     """The policy, engine and sharding manager of one configuration, on every rank."""
 
     def __init__(self, config: TrainConfig, resources: ExitStack) -> None:
-        self.config, self.device = config, rank_device(config)
+        self.config = config
+        self.device = rank_device(config)
         began = time.perf_counter()
         with agreed("starting the engine"):
             self.leader = start_engine(config, self.device.type == "cuda")

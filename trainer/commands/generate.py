@@ -141,7 +141,8 @@ class ChatSession:
     """A conversation as token ids. Earlier messages are never encoded again: a prompt begins with all ids before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
-        self.tokenizer, self.ids = tokenizer, list[int]()
+        self.tokenizer = tokenizer
+        self.ids = list[int]()
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
@@ -164,7 +165,8 @@ class Typing:
     """A printer of an answer that grows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._printed = tokenizer, ""
+        self._tokenizer = tokenizer
+        self._printed = ""
 
     def grow(self, ids: list[int]) -> None:
         """Prints the new text of the answer's ids, without a last character whose bytes are incomplete.

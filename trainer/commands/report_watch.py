@@ -29,7 +29,8 @@ class Runs:
         """The current records of the runs, and an ETag of them. Raises UserError if a folder is not a run's."""
         stats = [[(file.stat().st_mtime_ns, file.stat().st_size) for file in _present(f)] for f in self._folders]
         if stats != self._stats:
-            self._records, self._stats = [read_record(folder, begun=False) for folder in self._folders], stats
+            self._records = [read_record(folder, begun=False) for folder in self._folders]
+            self._stats = stats
         return self._records, f'"{hashlib.sha256(repr(stats).encode()).hexdigest()[:16]}"'
 
 

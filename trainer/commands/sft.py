@@ -108,7 +108,8 @@ class SftRun:
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
         """Loads everything, and continues the run from its newest checkpoint, if there is one. Collective."""
-        self.config, self.watchdog = config, watchdog
+        self.config = config
+        self.watchdog = watchdog
         self.screen = Progress(config.run.steps, enabled=is_main())
         resources.enter_context(self.screen.follow(watchdog.current_phase))
         self.tokenizer = load_tokenizer(config.model)

@@ -25,7 +25,8 @@ class Preset:
     """The choices of a paper: its citation, and the keys that it sets."""
 
     def __init__(self, meaning: str, **keys: Any) -> None:
-        self.meaning, self.keys = meaning, keys
+        self.meaning = meaning
+        self.keys = keys
 
 
 PRESETS = {

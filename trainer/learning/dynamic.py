@@ -16,7 +16,8 @@ class StepSampling:
     """The prompts and answers of a step so far, and the number of prompts still missing. The same on all ranks."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config, self._rounds = config, 0
+        self._config = config
+        self._rounds = 0
         self._wanted = config.batch.prompts_per_step
         self._selects = config.algorithm.selects_groups
         self.prompts: list[Prompt] = []  # those of all rounds, in order

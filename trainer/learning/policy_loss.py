@@ -38,8 +38,12 @@ class PolicyLoss:
         # The results of `split_by_age` for all micro-batches: tokens of the current version, and those of older ones.
         self.gaps: list[tuple[Tensor, Tensor]] = []
         self.old: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._config, self._longest, self._critic = config, longest, CriticLoss(config, minibatch)
-        self._counts, self._loss, self._keys = (minibatch.tokens, minibatch.sequences), config.loss_record, dict(config)
+        self._config = config
+        self._longest = longest
+        self._critic = CriticLoss(config, minibatch)
+        self._counts = (minibatch.tokens, minibatch.sequences)
+        self._loss = config.loss_record
+        self._keys = dict(config)
 
     def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Sums]:
         batch, outputs = only_trained(batch, batch.loss_mask), only_trained(outputs, batch.loss_mask)
@@ -125,7 +129,8 @@ class CriticLoss:
     """The value model's loss, a mean over all trainable tokens, called for each micro-batch of an optimizer step."""
 
     def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch) -> None:
-        self._clip, self._tokens = config.value_clip, minibatch.tokens
+        self._clip = config.value_clip
+        self._tokens = minibatch.tokens
 
     def __call__(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor, Sums]:
         """The loss and its figures; `values` [B, T-1] carry the gradient."""

@@ -63,7 +63,10 @@ class DeepSpeedPolicy(Offloadable, Policy):
             deepspeed.ops.__compatible_ops__ = {}
         # DeepSpeed's offloading works with its own Adam only.
         super().__init__(policy.offload, self._update_memory, lambda: self.engine.module.parameters())
-        self._deepspeed, self.device, self.config, self.lora = deepspeed, device, policy, lora
+        self._deepspeed = deepspeed
+        self.device = device
+        self.config = policy
+        self.lora = lora
         self.zero_3 = policy.zero_stage == 3
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)

@@ -49,7 +49,11 @@ class ShardedModel(Offloadable):
     ) -> None:
         """Shards and loads the model. Between calls its parameters are DTensors, sharded on dimension 0."""
         super().__init__(settings.offload, self._moments, self._weights)
-        self.module, self.model, self.source, self.device, self.config = module, model, source, device, settings
+        self.module = module
+        self.model = model
+        self.source = source
+        self.device = device
+        self.config = settings
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
         if not trainable:

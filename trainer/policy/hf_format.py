@@ -380,7 +380,8 @@ class _Writer:
     """A writer that collects tensors, writes a file before they exceed `limit` bytes, and names files at the end."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         self.error: Exception | None = None  # the first one of `add`, which `close` raises
         self.pending: dict[str, Tensor] = {}
         self.total_bytes = 0

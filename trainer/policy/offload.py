@@ -31,7 +31,8 @@ class Offload:
 
         With `constant`, the values never change after the first release, so later releases do not copy.
         """
-        self._tensors, self._constant = tensors, constant
+        self._tensors = tensors
+        self._constant = constant
         self._buffers: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 

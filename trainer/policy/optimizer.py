@@ -96,7 +96,8 @@ class Updates:
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
         """Starts at 0; `total` is the end of the learning rate's schedule, in updates asked for."""
-        self._settings, self._total = settings, total
+        self._settings = settings
+        self._total = total
         self.applied = 0  # number of updates that changed the weights
         self.skipped_in_a_row = 0  # number of latest updates skipped, since their loss or gradient was not finite
 

@@ -28,7 +28,8 @@ class PreparedPolicy(Offloadable):
 
         Raises UserError for DeepSpeed with `offload`, since only DeepSpeed can move its buffers.
         """
-        self._prepared, self._steps = model, 0
+        self._prepared = model
+        self._steps = 0
         self.model = extract_model_from_parallel(model, keep_torch_compile=False)
         self._inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         self._is_deepspeed = hasattr(model, "global_steps")

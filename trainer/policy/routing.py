@@ -94,7 +94,8 @@ def _router_of(block: nn.Module, experts: int) -> nn.Module | None:
 class _Counting(TorchFunctionMode):
     def __init__(self, experts: int) -> None:
         super().__init__()
-        self.experts, self.calls = experts, 0
+        self.experts = experts
+        self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func in _TOPK and args[0].shape[-1] == self.experts
@@ -127,7 +128,8 @@ class Routing:
         """Wraps the routers that `find_routers` returned for this model, or for one like it."""
         experts, top_k = _sizes(model)
         self.format = RouteFormat(tuple(routers), experts=experts, top_k=top_k)
-        self.record, self.gradient_scale = record, gradient_scale
+        self.record = record
+        self.gradient_scale = gradient_scale
         self.groups: int = getattr(model.config.get_text_config(), "n_group", None) or 1
         self.rows: Tensor | None = None  # [N, layers, k] of the model's N input tokens; None: the router decides
         self.real = torch.empty(0, dtype=torch.bool)  # [N], False for padding
@@ -141,7 +143,8 @@ class Routing:
     def _reset(self) -> None:
         shape = len(self.format.layers), self.format.experts
         self._loads = torch.zeros(shape, dtype=torch.int64)
-        self._differ, self._pulled = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+        self._differ = torch.zeros((), dtype=torch.int64)
+        self._pulled = torch.zeros((), dtype=torch.float64)
 
     def _wrap(self, router: nn.Module, position: int) -> None:
         inner: Callable[..., Any] = router.forward
@@ -249,7 +252,8 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, routing: Routing, position: int) -> None:
         super().__init__()
-        self.routing, self.position = routing, position
+        self.routing = routing
+        self.position = position
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         routing, kwargs = self.routing, kwargs or {}

@@ -41,7 +41,8 @@ class Vision:
         self._blank_image = Image.read(Pillow.new("RGB", (32, 32)))
         self._blank = processor.features([self._blank_image])
         self._bidirectional = "token_type_ids" in taken  # attention between the tokens of an image
-        self._processor, self._asked = processor, list(asked)
+        self._processor = processor
+        self._asked = list(asked)
 
     def image_token(self, model: PreTrainedModel) -> float:
         """The encoder's activations per image token, relative to the decoder's per token, for `ModelFlops`.

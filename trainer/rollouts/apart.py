@@ -62,7 +62,8 @@ class Apart:
 
     def __init__(self, config: TrainConfig, engines: EnginesApart, start: Path | None = None) -> None:
         """`start` is the checkpoint that the run resumes from."""
-        self._config, self._engines = config, engines
+        self._config = config
+        self._engines = engines
         self._ordered: Order | None = None  # the order that engines are working on
         # Rounds that were received and not used yet, by the step of their order, which is below 0 for evaluations.
         self._ready: dict[int, list[Round]] = {} if start is None else read_ready(start)
@@ -88,7 +89,8 @@ class Apart:
             self._fetch()
         rounds = self._ready.pop(order.step)
         if not order.evaluates:
-            self._untrained, self._version = rounds[-1].untrained, order.version
+            self._untrained = rounds[-1].untrained
+            self._version = order.version
             rounds[-1].figures = self._aged(rounds[-1], order.version)
             self._order_ahead(order.step, rounds[-1].position)
         return rounds
@@ -97,7 +99,8 @@ class Apart:
         """Continues as if these rounds had been produced, as `Source.replayed`."""
         last = rounds[-1]
         self._ready.pop(last.step, None)
-        self._after, self._restores = Round(random_states=last.random_states), True
+        self._after = Round(random_states=last.random_states)
+        self._restores = True
         if ahead:
             self._order_ahead(last.step, last.position)
 

@@ -47,10 +47,14 @@ class CarriedPool:
 
     def __init__(self, config: TrainConfig, pool: Pool, prompts: TakePrompts, start: Path | None = None) -> None:
         """`pool` has the engines; `start` is the checkpoint that the run resumes from."""
-        self._config, self._engines, self._prompts = config, pool, prompts
+        self._config = config
+        self._engines = pool
+        self._prompts = prompts
         self._flights: dict[int, _Flight] = {}  # by the prompt's place in the sequence that training sees
         self._episodes: CarriedEpisodes | None = None
-        self._step, self.version, self._preemptions = 0, 0, 0
+        self._step = 0
+        self.version = 0
+        self._preemptions = 0
         self._figures: dict[str, float] = {}
         self._steps_old: list[int] = []  # for each group taken in this step, the number of steps since it began
         self._tokens: list[tuple[int, int]] = []  # for each answer of this step, tokens of earlier versions, and all
@@ -78,7 +82,8 @@ class CarriedPool:
         with agreed("ending the carried episodes"):
             self.close()
             if self._engines.leader is not None:
-                self._episodes, self._resumed = self._new_episodes(self._engines.leader), self._before
+                self._episodes = self._new_episodes(self._engines.leader)
+                self._resumed = self._before
         self._step, self._flights = step - 1, {}
         self._preemptions = sum(exchange(self._preempted()))
 
@@ -91,7 +96,10 @@ class CarriedPool:
         """
         self._engines.begin_round()
         if settings.step != self._step:
-            self._step, self._figures, self._steps_old, self._tokens = settings.step, {}, [], []
+            self._step = settings.step
+            self._figures = {}
+            self._steps_old = []
+            self._tokens = []
             # Copies, since resumed groups change.
             self._before = [
                 replace(group, done=dict(group.done), unfinished={n: replace(u) for n, u in group.unfinished.items()})

@@ -35,7 +35,8 @@ class Journal:
         Nor are this run's rounds, if it does not resume from its own checkpoints.
         """
         self._source = source
-        self._folder, self._checkpoints = config.run.folder / "answers", config.run.folder / "checkpoints"
+        self._folder = config.run.folder / "answers"
+        self._checkpoints = config.run.folder / "checkpoints"
         self._patience = config.checkpoint.patience_s
         matter = {name: keys for name, keys in config.recorded().items() if name not in _DO_NOT_MATTER}
         text = json.dumps([matter, identity, world_size(), world_size(EVERYBODY)], sort_keys=True)

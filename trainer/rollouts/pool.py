@@ -74,9 +74,14 @@ class Pool:
         max_error_rate: float = 1.0,
     ) -> None:
         """`store` is the ranks' store; `max_error_rate` is the largest share of episodes that may fail."""
-        self.leader, self.tokenizer, self.level, self.engines = leader, tokenizer, level, engines
+        self.leader = leader
+        self.tokenizer = tokenizer
+        self.level = level
+        self.engines = engines
         self.finished = 0
-        self._rewards, self._store, self._max_error_rate = rewards, store, max_error_rate
+        self._rewards = rewards
+        self._store = store
+        self._max_error_rate = max_error_rate
         self._rounds = self._calls = 0
 
     def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
@@ -106,7 +111,8 @@ class Pool:
 
     def begin_round(self) -> None:
         """Begins a round: resets the count of finished answers and the counter by which engines claim prompts."""
-        self._rounds, self.finished = self._rounds + 1, 0
+        self._rounds = self._rounds + 1
+        self.finished = 0
 
     def check(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> None:
         """Raises RolloutError or RewardError if too much failed in a round; else as `note_answers`. Collective."""

@@ -54,8 +54,14 @@ class Sampling:
             give_up: polled during a step; True abandons the step, since the run was asked to end.
             carried: the pool of the same engines' groups that grow slice by slice; None: answers are sampled whole.
         """
-        self._config, self._pool, self._carried, self._prompts = config, pool, carried, prompts
-        self._sampling, self._held_outs, self._lengths, self._give_up = sampling, held_outs, lengths, give_up
+        self._config = config
+        self._pool = pool
+        self._carried = carried
+        self._prompts = prompts
+        self._sampling = sampling
+        self._held_outs = held_outs
+        self._lengths = lengths
+        self._give_up = give_up
 
     @property
     def finished(self) -> int:

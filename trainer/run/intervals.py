@@ -38,7 +38,9 @@ class Intervals:
         trained, failures = _history(self._file)
         # The prior: one failure a day, or the failure rate of machines with this number of GPUs, if that is higher.
         assumed = min(_DAY, _DEVICE_HOURS * 3600 / ranks)
-        self._assumed, self._trained, self._failures = assumed, trained, failures
+        self._assumed = assumed
+        self._trained = trained
+        self._failures = failures
         self._began = self._last = time.monotonic()
         self._cost: float | None = None
         self.note("begin")
@@ -57,7 +59,8 @@ class Intervals:
 
     def saved(self, cost: float) -> None:
         """Records that training has waited `cost` seconds for a checkpoint."""
-        self._cost, self._last = max(cost, 1e-3), time.monotonic()
+        self._cost = max(cost, 1e-3)
+        self._last = time.monotonic()
         self.note("saved")
 
     def note(self, what: str) -> None:

@@ -79,7 +79,9 @@ class PhaseMeter:
         metrics |= self._memory.metrics() | {"memory/offloaded_gib": self._offloaded}
         computed = all_reduce_sum(dict(zip(("tokens", "flops"), self._computed, strict=True)))
         self._seconds.clear()
-        self._engine, self._offloaded, self._computed = {}, 0.0, np.zeros(2)
+        self._engine = {}
+        self._offloaded = 0.0
+        self._computed = np.zeros(2)
         metrics = all_reduce_max(metrics)
         if seconds := world_size() * metrics.get("time/update", 0.0):
             metrics["throughput/update_tokens_per_s_per_device"] = computed["tokens"] / seconds

@@ -97,7 +97,7 @@ class Watchdog:
         self._posted: tuple[str, float] | None = None
         self.called_at: float | None = None  # time.monotonic() when this rank learned that a rank was asked to end
         self._next = (rank + 1) % world_size
-        self._heard, self._missed = b"", 0  # the next rank's latest beat, and the number of own beats since
+        self._heard, self._missed = b"", 0  # the next rank's latest beat, and how many beats of this rank followed it
         self._beat_at = time.monotonic()
         self._closed = threading.Event()
         self._answers = 0  # number of polls that the store has answered

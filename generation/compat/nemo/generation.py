@@ -31,8 +31,10 @@ class _Batches:
 
     def __init__(self, config: VllmConfig, timeout: float) -> None:
         check_config(config)
-        self.config, self.timeout = config, timeout
-        self._pad, self._calls = batch.pad_token_id(config), itertools.count()
+        self.config = config
+        self.timeout = timeout
+        self._pad = batch.pad_token_id(config)
+        self._calls = itertools.count()
 
     def __enter__(self) -> Self:
         return self

@@ -220,7 +220,8 @@ class LocalReplica(ServiceReplica):
 
     def __init__(self, settings: EngineSettings, thread: EngineThread) -> None:
         super().__init__()
-        self._engine, self._thread = ServiceEngine(settings), thread
+        self._engine = ServiceEngine(settings)
+        self._thread = thread
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._thread.submit(getattr(self._engine, method)(*args, **kwargs))
@@ -237,7 +238,9 @@ class RayReplica(ServiceReplica):
 
     def __init__(self, actor: Actor, thread: EngineThread, name: str) -> None:
         super().__init__()
-        self.actor, self._thread, self.name = actor, thread, name
+        self.actor = actor
+        self._thread = thread
+        self.name = name
         self._watcher: asyncio.Task[None] | None = None
 
     def launch(self) -> Future[Any]:

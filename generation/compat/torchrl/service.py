@@ -79,12 +79,14 @@ class AsyncVLLM(WeightUpdates):
         if enable_prefix_caching is not None:
             settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
         settings = replace(settings, worker_extension=settings.worker_extension or self._carriers.WORKER_EXTENSION)
-        self.settings, self.num_replicas = settings, num_replicas
+        self.settings = settings
+        self.num_replicas = num_replicas
         self.backend = backend or ("local" if actor_class is None else "ray")
         self.service_id = uuid.uuid4().hex[:8]
         self.actors: list[ServiceReplica] = []
         self.weight_version = 0
-        self._actor_class, self._random = actor_class, random.Random(settings.seed)
+        self._actor_class = actor_class
+        self._random = random.Random(settings.seed)
         self._thread: EngineThread | None = None
         self._owner = True
         self._leave_cluster: Callable[[], object] = bool  # what leaves a cluster that was joined here

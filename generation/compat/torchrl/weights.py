@@ -176,7 +176,8 @@ class WeightUpdates:
         """Stop listening for the engines; the next update makes a new group."""
         if self._sender is not None:
             self._sender.close()
-        self._sender, self._joined = None, []
+        self._sender = None
+        self._joined = []
 
     def load_weights_from_storage(self, path: Path | str, num_threads: int = 1) -> int:
         """Let all engines load the latest complete update in a folder of a `sharding.StorageWriter`; gives its version.

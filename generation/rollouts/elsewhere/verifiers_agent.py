@@ -26,7 +26,8 @@ class Environment:
         taskset = {"id": name} | args.get("taskset", {})
         self.env = load_environment(resolve_env_config(args | {"taskset": taskset}))
         self.tasks = iter(self.env.taskset)
-        self.episodes, self.serving = 0, AsyncExitStack()
+        self.episodes = 0
+        self.serving = AsyncExitStack()
 
     def rows(self, count: int) -> list[dict[str, str | None]]:
         """The next rows, at most so many; none at the end. Raises ValueError for a task that JSON cannot hold."""

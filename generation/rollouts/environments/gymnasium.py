@@ -25,7 +25,8 @@ class Gym:
         """`actions` are names for those of a discrete space, in its order; `kwargs` go to `gymnasium.make`."""
         self._env = gymnasium.make(id, **kwargs)
         self._names = actions or []
-        self._earned, self._over = 0.0, False
+        self._earned = 0.0
+        self._over = False
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
         """The first observation."""

@@ -20,7 +20,9 @@ class OpenEnv:
     def __init__(self, url: str, timeout_s: float = 60.0) -> None:
         """`url` is the server's address; `timeout_s` bounds the wait for each of its answers."""
         self._client = GenericEnvClient(base_url=url, message_timeout_s=timeout_s, mode="simulation")
-        self._earned, self._over, self._lost = 0.0, False, False
+        self._earned = 0.0
+        self._over = False
+        self._lost = False
 
     async def reset(self, seed: int | None = None) -> str:
         """The first observation, over a connection of its own."""

@@ -26,7 +26,8 @@ class TextArena:
         if (players > 1) != (opponent is not None):
             raise ValueError(f"{id} with {players} players: `opponent` is for the players beside the policy")
         self._game = textarena.make(id if id.endswith("-raw") else f"{id}-raw", **kwargs)
-        self._players, self._opponent = players, load(opponent) if opponent is not None else None
+        self._players = players
+        self._opponent = load(opponent) if opponent is not None else None
         self._read: dict[int, str] = {}
         self._reward = 0.0
 
