@@ -1,1 +1,1 @@
-"""One vLLM engine with an explicit life cycle: everything that training uses of vLLM."""
+"""A vLLM engine with an explicit life cycle, and everything else that training uses of vLLM."""

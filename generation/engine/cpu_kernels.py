@@ -1,10 +1,11 @@
-"""The kernels that vLLM takes on a CPU: the same ones whether or not the processor has Intel's AMX.
+"""Makes vLLM choose the same CPU kernels whether or not the processor has Intel's AMX.
 
-vLLM asks torch for the processor's instruction sets in some thirty places, and where it finds AMX it takes kernels that
-pack the weights of small layers, refuse float32 in latent attention, compute an answer's bits from the batch it is in,
-and end a process that was forked before it had asked the kernel for AMX's registers (docs/vllm-notes.md lists them).
-Whoever makes vLLM's configuration and whoever computes must get the same answers: `start_async_llm` asks here while it
-makes one, and `generation.engine.cpu_worker` for good, before there is a model.
+vLLM asks torch for the processor's instruction sets in some thirty places. Where torch reports AMX, it chooses kernels
+that pack the weights of small layers, refuse float32 in latent attention, compute an answer's bits from the batch it is
+in, and end a process that was forked before it had asked Linux for AMX's registers (docs/vllm-notes.md lists them).
+The code that makes vLLM's configuration and the code that computes must see the same instruction sets:
+`start_async_llm` hides AMX while it makes the configuration, and `generation.engine.cpu_worker` hides it for good,
+before there is a model.
 """
 
 import os
@@ -13,26 +14,26 @@ from contextlib import contextmanager
 from typing import Any
 
 PLAIN = "HOTBUNK_PLAIN_CPU_WEIGHTS"
-"""Environment variable of an engine's processes: "1" where weights stay as they are loaded."""
+"""Environment variable of an engine's processes: "1" if weights keep the layout in which they are loaded."""
 
 _ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 
 def kernel_environment(plain: bool) -> dict[str, str]:
-    """Return variables for an engine's processes on a CPU; the user's value for oneDNN's instruction set is kept.
+    """Return environment variables for an engine's processes on a CPU; the user's values for oneDNN are kept.
 
-    oneDNN, that of torch and that of vLLM, chooses its instruction set by itself when it is first used
+    Both copies of oneDNN, torch's and vLLM's, choose their instruction set by themselves when they are first used
     (https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html).
     """
     return {PLAIN: str(int(plain))} | {name: os.environ.get(name, value) for name, value in _ONEDNN.items()}
 
 
 def hide_instructions(plain: bool) -> dict[str, Any]:
-    """Let torch tell vLLM, in this process, of no AMX; return the functions of `torch.cpu` that were replaced.
+    """Make torch report no AMX in this process; return the functions of `torch.cpu` that were replaced.
 
-    With `plain`, it tells of no bfloat16 instructions either, for which vLLM packs convolutions
-    (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). vLLM's library of kernels, which it chooses by
-    the same answers when `vllm._custom_ops` is imported, must have been loaded.
+    With `plain`, torch reports no bfloat16 instructions either, for which vLLM packs convolutions
+    (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). Call it after `vllm._custom_ops` has been
+    imported: that import asks the same functions which library of kernels to load.
     """
     import torch
 
@@ -47,7 +48,7 @@ def hide_instructions(plain: bool) -> dict[str, Any]:
 
 @contextmanager
 def hidden_instructions(plain: bool) -> Iterator[None]:
-    """Hide instructions as `hide_instructions` does, until the end of the block."""
+    """Hide instruction sets as `hide_instructions` does, until the end of the block."""
     import torch
 
     replaced = hide_instructions(plain)

@@ -1,4 +1,4 @@
-"""vLLM's worker on a CPU. Its import settles which kernels the models of this process are built with."""
+"""vLLM's worker on a CPU, whose import decides which kernels the models of this process are built with."""
 
 import os
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DRIVERS = {12: 525, 13: 580}
-"""The oldest driver for each major release of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility/)."""
+"""The oldest driver that runs each major release of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility/)."""
 
 SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm that several ranks on one machine should have."""
@@ -27,15 +27,15 @@ def gpu_visible() -> bool:
 
 
 def cuda_problem() -> str | None:
-    """The reason that this process cannot use CUDA, and the remedy; None if it can. No torch is imported.
+    """Return the reason why this process cannot use CUDA, and the remedy; None if it can. Does not import torch.
 
-    A driver whose version is unknown (under WSL) is taken to fit torch's release of CUDA.
+    A driver whose version is unknown (under WSL) is assumed to fit torch's release of CUDA.
     """
     if not gpu_visible():
         return "this machine shows no NVIDIA GPU: set it to cpu or auto"
     built_for = torch_cuda()
     if built_for is None:
-        return "the installed torch is a build for CPUs: get the other by HOTBUNK_DEVICE=cuda bash scripts/setup.sh"
+        return "the installed torch is a build for CPUs: get one for CUDA by HOTBUNK_DEVICE=cuda bash scripts/setup.sh"
     needed, driver = DRIVERS.get(int(built_for.partition(".")[0])), driver_version()
     compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0").lower() in ("1", "true")
     if compatible or needed is None or driver is None or int(driver.partition(".")[0]) >= needed:
@@ -47,7 +47,7 @@ def cuda_problem() -> str | None:
 
 
 def driver_version() -> str | None:
-    """Version of the loaded driver (`580.65.06`); None where it does not say."""
+    """Return the version of the loaded driver (`580.65.06`); None if the driver does not report one."""
     try:
         match = re.search(r"Kernel Module[^\n]*?\s(\d+(?:\.\d+)+)\s", _DRIVER_FILE.read_text("utf-8"))
     except OSError:
@@ -56,7 +56,7 @@ def driver_version() -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The release of CUDA that the installed torch is built for (`13.0`); None for a build without."""
+    """Return the release of CUDA that the installed torch is built for (`13.0`); None for a build without CUDA."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -66,7 +66,7 @@ def torch_cuda() -> str | None:
 
 
 def device_count() -> int:
-    """CUDA devices that this process can use; 0 where it cannot use CUDA."""
+    """Return the number of CUDA devices that this process can use; 0 if it cannot use CUDA."""
     if cuda_problem() is not None:
         return 0
     import torch
@@ -75,24 +75,25 @@ def device_count() -> int:
 
 
 def device_names() -> list[str]:
-    """The CUDA devices that this process can use, as they are named in CUDA_VISIBLE_DEVICES; [] without CUDA."""
+    """Return this process's CUDA devices under their names in CUDA_VISIBLE_DEVICES; an empty list without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in visible.split(",")] if visible else list(map(str, range(device_count())))
 
 
 def first_devices(count: int) -> tuple[int, ...]:
-    """Indices of `count` CUDA devices for engines here, none without CUDA. Raises ValueError where there are fewer."""
+    """Return the indices of the first `count` CUDA devices; () without CUDA. Raises ValueError if there are fewer."""
     available = device_count()
     if 0 < available < count:
-        raise ValueError(f"{count} CUDA devices are needed, but here are {available}: lower tensor_parallel_size")
+        raise ValueError(f"{count} CUDA devices are needed, but only {available} here: lower tensor_parallel_size")
     return tuple(range(count)) if available else ()
 
 
 def this_device() -> Callable[[], None]:
-    """A function for a new thread to call first, so that it is on the caller's CUDA device.
+    """Return a function that a new thread calls first, to be on the CUDA device of the thread that calls this.
 
-    A new thread is on device 0: it would wait for the streams of that device, whichever one its tensors are on, and so
-    set up a context there, half a gigabyte for every process (https://docs.pytorch.org/docs/stable/notes/cuda.html).
+    A new thread starts on device 0. It would wait for the streams of that device, whichever device its tensors are on,
+    and would thereby create a context there, which takes half a gigabyte for every process
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html).
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -101,7 +102,7 @@ def this_device() -> Callable[[], None]:
 
 
 def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """Obstacles to the trainer's ranks on this machine and the workers of one engine sharing its GPUs."""
+    """Yield reasons why the trainer's ranks on this machine and one engine's workers cannot share its GPUs."""
     modes = _modes(environ.get("CUDA_VISIBLE_DEVICES", ""))
     if "Exclusive" in modes or "Prohibited" in modes:
         yield (
@@ -110,8 +111,8 @@ def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str])
         )
     if local_ranks > 1 and "Enabled" in modes:
         yield (
-            "the GPUs are cut into MIG slices, of which a process sees one, so that several ranks cannot join: start "
-            "one rank on one slice, or sudo nvidia-smi --multi-instance-gpu=0"
+            "the GPUs are cut into MIG slices, and a process sees one slice only, so that several ranks cannot join: "
+            "start one rank on one slice, or sudo nvidia-smi --multi-instance-gpu=0"
         )
     if max(local_ranks, workers) > 1 and (free := shutil.disk_usage(_SHARED_MEMORY_FOLDER).free) < SHARED_MEMORY:
         yield (
@@ -121,15 +122,17 @@ def sharing_problems(local_ranks: int, workers: int, environ: Mapping[str, str])
 
 
 def _modes(visible: str) -> str:
-    """Compute mode and MIG mode of the visible GPUs, as nvidia-smi prints them; empty without nvidia-smi."""
+    """Return compute mode and MIG mode of the visible GPUs as nvidia-smi prints them; empty without nvidia-smi."""
     if visible.startswith("MIG"):
         return "Enabled"
     return _ask_driver("compute_mode,mig.mode.current", *([f"--id={visible}"] if visible else []))
 
 
 def full_uuids(devices: list[str]) -> list[str]:
-    """Devices as in CUDA_VISIBLE_DEVICES, with UUIDs in full: CUDA takes the beginning of one, NVML, which vLLM asks,
-    does not (https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html, nvmlDeviceGetHandleByUUID).
+    """Return devices, named as in CUDA_VISIBLE_DEVICES, with their UUIDs completed.
+
+    CUDA accepts the beginning of a UUID. NVML, which vLLM asks, does not
+    (https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html, nvmlDeviceGetHandleByUUID).
     """
     if not any(device.startswith("GPU-") for device in devices):
         return devices
@@ -137,9 +140,9 @@ def full_uuids(devices: list[str]) -> list[str]:
     return [next((uuid for uuid in uuids if "-" in device and uuid.startswith(device)), device) for device in devices]
 
 
-def _ask_driver(figures: str, *options: str) -> str:
-    """The output of nvidia-smi for these figures, a line for each GPU; empty without nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv,noheader", *options]
+def _ask_driver(properties: str, *options: str) -> str:
+    """Return the output of nvidia-smi for these properties, one line per GPU; empty without nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={properties}", "--format=csv,noheader", *options]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):

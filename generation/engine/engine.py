@@ -1,4 +1,4 @@
-"""One vLLM engine, as the leader of an engine group holds it: asynchronous, with an explicit life cycle."""
+"""An asynchronous vLLM engine with an explicit life cycle, held by the leader of an engine group."""
 
 import asyncio
 import gc
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Stream = AsyncGenerator["RequestOutput", None]
-"""The outputs of a request, as they come."""
+"""The outputs of one request, as vLLM produces them."""
 
-_ANSWER_SECONDS = 5.0  # in which workers that live answer, and the processes of a dead engine end
+_ANSWER_SECONDS = 5.0  # time within which living workers answer, and the processes of a dead engine end
 
 
 class WorkerError(RuntimeError):
@@ -40,22 +40,22 @@ class WorkerError(RuntimeError):
 
 @dataclass
 class EngineUpdate:
-    """A weight update under way. `version` is the policy version that the engine will hold when it is complete."""
+    """A weight update in progress. `version` is the policy version that the engine holds once it is complete."""
 
     version: int
 
 
 class Engine:
-    """An `AsyncLLM` that refuses to do what its state does not allow.
+    """An `AsyncLLM` that refuses calls which its state does not allow.
 
     All coroutines must run on one event loop, the one the engine was started on (`EngineThread`).
 
     Attributes:
         state: which memory the engine holds, and the version of its weights.
-        adapter: number of the LoRA adapter that requests are answered with, which the latest update has brought.
+        adapter: number of the LoRA adapter that answers requests, sent by the latest update; None: no adapter.
         not_finite: the first NaN or infinite log-probability of a sampled token since this was last set to None.
-        preemptions: how often vLLM has taken the KV cache from an answer since the start and computed it again, for
-            want of room; counted with `settings.keyed_noise` only.
+        preemptions: how often since the start vLLM has freed an answer's KV cache for lack of room and computed it
+            again; counted only with `settings.keyed_noise`.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -71,9 +71,9 @@ class Engine:
         self._request_numbers = itertools.count()
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
-        """Start its processes, on the loop that will serve it; blocks until ready. `stat_loggers` are vLLM's own.
+        """Start the engine's processes, on the event loop that will serve them; blocks until they are ready.
 
-        Also after `close`: whoever holds this object then has an engine that has just started.
+        It may be called again after `close`. `stat_loggers` are passed to vLLM.
         """
         self.state = EngineLifecycle()
         self.adapter = None
@@ -112,44 +112,48 @@ class Engine:
         image_spans: Spans = (),
         growing: Callable[[list[int]], None] | None = None,
     ) -> Generation:
-        """Sample one response to one prompt, token ids in and token ids out. Raises EngineStateError unless awake with
-        the weights of `policy_version`, and ValueError where the prompt leaves no room for a response, or vLLM refuses
-        the request. `images` and their places among the ids are as of `Trajectory`.
+        """Sample one response to one prompt: token ids in, token ids out.
 
-        With a `turnstile`, the response grows slice by slice, each by weights of the version that the gate was opened
-        for, and goes on from `unfinished`, if given, with its seed and its budget. Without one, `growing` is called
-        with all ids of the response so far whenever there are more.
+        With a `turnstile`, the response grows slice by slice, each sampled with the version for which the gate was
+        opened, and continues `unfinished`, if given, with the seed and budget of that answer. Without a turnstile,
+        `growing` is called with all ids of the response so far whenever there are more. `images` and `image_spans` are
+        as in `Trajectory`.
+
+        Raises EngineStateError unless the engine is awake with the weights of `policy_version`, and ValueError where
+        the prompt leaves no room for a response or vLLM refuses the request.
         """
         budget = response_budget(len(prompt_ids), sampling.max_tokens, self.settings.max_model_len)
         if budget == 0:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.settings.max_model_len}")
-        params, seen = vllm_sampling_params(sampling, seed, budget), PromptInput(prompt_ids, tuple(images), image_spans)
+        inputs = PromptInput(prompt_ids, tuple(images), image_spans)
+        params = vllm_sampling_params(sampling, seed, budget)
         if turnstile is not None:
             answer = replace(unfinished, opening=0) if unfinished else Unfinished(prompt_ids, seed, budget)
             if answer.prompt_ids != prompt_ids:
-                raise ValueError(f"an unfinished answer goes on after its own prompt, not another of {len(prompt_ids)}")
-            outputs = await self.request_in_slices(answer, params, turnstile, seen)
+                raise ValueError(f"an unfinished answer continues its own prompt, not another of {len(prompt_ids)} ids")
+            outputs = await self.request_in_slices(answer, params, turnstile, inputs)
             last = outputs[-1].outputs[0]
             generation = answer.finished(last.finish_reason or "abort")
-            generation.routes = last.routed_experts  # of the last slice, whose prompt was all before it
+            generation.routes = last.routed_experts  # the last slice's prompt held all tokens before it
             return generation
-        prompt = await self.prompt(seen)
+        prompt = await self.prompt(inputs)
         if growing is not None:
             params.output_kind = type(params.output_kind).CUMULATIVE
         output = await self.request(prompt, params, policy_version=policy_version, growing=growing)
         return generations_of(output, policy_version)[0]
 
-    async def prompt(self, seen: PromptInput) -> dict[str, Any]:
-        """Ids, and images in their places among them, as vLLM takes a prompt. Raises ValueError where images are too
-        many, and ImageCountError, which is one.
+    async def prompt(self, inputs: PromptInput) -> dict[str, Any]:
+        """Make the prompt dictionary that vLLM takes, from ids and the images in their places among them.
+
+        Raises ValueError where there are too many images, and ImageCountError, which is a ValueError.
         """
-        if not seen.images:
-            return {"prompt_token_ids": seen.ids}
-        if (count := len(seen.images)) > self.settings.images:
-            raise ValueError(f"{count} images are more than a request may have ({self.settings.images})")
+        if not inputs.images:
+            return {"prompt_token_ids": inputs.ids}
+        if (count := len(inputs.images)) > self.settings.images:
+            raise ValueError(f"a request has {count} images, but this engine takes at most {self.settings.images}")
         if self._images is None:
             self._images = EngineImages(self.llm.renderer)
-        return await self._images.prompt(seen)
+        return await self._images.prompt(inputs)
 
     async def request(
         self,
@@ -160,10 +164,11 @@ class Engine:
         growing: Callable[[list[int]], None] | None = None,
         **options: Any,
     ) -> "RequestOutput":
-        """One request in vLLM's own terms: its prompt dictionary in, its final output out.
+        """Run one request in vLLM's own terms: take its prompt dictionary, return its final output.
 
-        `growing` is called with the first completion's ids of each output, as `params` ask for outputs; `options` go to
-        `AsyncLLM.generate`. Raises EngineStateError unless awake with the weights of `policy_version`.
+        `growing` is called for each output, with the ids of its first completion; `params.output_kind` says which
+        outputs there are. `options` go to `AsyncLLM.generate`. Raises EngineStateError unless the engine is awake with
+        the weights of `policy_version`.
         """
         self.state.check_can_generate(policy_version)
         final = None
@@ -176,28 +181,28 @@ class Engine:
         return final
 
     async def request_in_slices(
-        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, seen: PromptInput, **options: Any
+        self, answer: Unfinished, params: "SamplingParams", turnstile: Turnstile, inputs: PromptInput, **options: Any
     ) -> list["RequestOutput"]:
-        """Let an answer to what is `seen` grow until it is finished, a request for each slice; gives their outputs, and
-        fills `answer`.
+        """Extend `answer` until it is finished, by one request per slice, and return the requests' outputs.
 
-        Raises ValueError where `params` ask to look for something in the text: a request sees its own slice only.
+        `inputs` are the answer's prompt and images. Raises ValueError where `params` ask to search the text, for stop
+        strings or repetitions: a request sees only its own slice.
         """
         if params.stop or params.repetition_detection is not None:
-            raise ValueError("stop strings and repetitions can lie across a cut: use stop_token_ids, or no slices")
+            raise ValueError("stop strings and repetitions can lie across two slices: use stop_token_ids, or no slices")
         outputs: list[RequestOutput] = []
         while not outputs or (outputs[-1].outputs[0].finish_reason == "length" and answer.left):
             async with turnstile.slice(answer) as (version, tokens):
                 slice_params = params.clone()
                 slice_params.seed = None if params.seed is None else answer.seed
                 slice_params.max_tokens = tokens
-                prompt = await self.prompt(replace(seen, ids=answer.prompt_ids + answer.token_ids))
+                prompt = await self.prompt(replace(inputs, ids=answer.prompt_ids + answer.token_ids))
                 outputs.append(await self.request(prompt, slice_params, policy_version=version, **options))
             answer.add(generations_of(outputs[-1], version)[0])
         return outputs
 
     async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """vLLM's own `generate`, with the policy's adapter where there is one; every request goes through here."""
+        """Yield the outputs of vLLM's `generate`, with the policy's adapter if there is one; serves every request."""
         options["lora_request"] = options.get("lora_request") or vllm_compat.adapter_request(self.adapter)
         async with aclosing(self.llm.generate(prompt, params, request_id, **options)) as outputs:
             async for output in outputs:
@@ -208,7 +213,7 @@ class Engine:
                 yield output
 
     async def _add_routes(self, output: "RequestOutput", request_id: str, count: int) -> None:
-        """On CPU, where vLLM leaves it open: the `routed_experts` of completions that have ended, `count` in all."""
+        """Set `routed_experts` of finished completions, which vLLM does not on CPU; the request has `count` in all."""
         import numpy as np
 
         for completion in (c for c in output.outputs if c.finish_reason is not None):
@@ -221,7 +226,7 @@ class Engine:
             completion.routed_experts = rows[: length - 1]  # the engine may have computed more than it returns
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]` given those before it."""
+        """Return the log-probability (nats, temperature 1) of each of `token_ids[1:]`, given the tokens before it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -239,12 +244,13 @@ class Engine:
         return [await self.prompt_logprobs(token_ids)]
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker of the group; results in worker order, plain types only."""
+        """Call a method of every worker of the group and return the results, plain types only, in worker order."""
         return await self._unless_dead(self.llm.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))
 
     async def ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Call a method of the worker extension that returns an outcome, a dictionary with its `error` or None, which
-        is raised as WorkerError.
+        """Call a method of the worker extension on every worker, and return the outcomes, one dictionary per worker.
+
+        Raises WorkerError, with the workers' texts, if the `error` of an outcome is not None.
         """
         outcomes = await self.call_workers(method, *args)
         if errors := [outcome["error"] for outcome in outcomes if outcome["error"]]:
@@ -252,8 +258,10 @@ class Engine:
         return outcomes
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
-        """The call's result, or the engine's death, looked for while it waits: when the core is killed, vLLM fails its
-        requests, but never answers other calls (vllm/v1/engine/core_client.py, _call_utility_async).
+        """Return the call's result, or raise vLLM's error if the engine dies while the call waits.
+
+        When the core is killed, vLLM fails its requests, but never answers other calls
+        (vllm/v1/engine/core_client.py, _call_utility_async).
         """
         task = asyncio.ensure_future(call)
         while not (await asyncio.wait({task}, timeout=0.25))[0]:
@@ -263,19 +271,19 @@ class Engine:
         return task.result()
 
     async def death(self) -> str:
-        """The process of the engine that has ended, in words; "" while all workers answer, or none of them has."""
-        with suppress(Exception):  # whatever vLLM makes of it
+        """Return how the engine has died, in words; "" if all workers answer, or nothing shows that it is dead."""
+        with suppress(Exception):  # vLLM has several errors for it
             await asyncio.wait_for(self.call_workers("report_device_id"), _ANSWER_SECONDS)
             return ""
         if self._llm is None:
             return "it was not started"
         if ended := next((process for process in self._processes if not _is_alive(process)), None):
             return f"its process {ended.pid} has ended"
-        return "vLLM has given it up" if self._llm.errored else ""
+        return "vLLM reports it as dead" if self._llm.errored else ""
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, which vLLM does not do by itself after an update
-        (https://github.com/vllm-project/vllm/pull/46125). It answers False where it could not; that is an error here.
+        (https://github.com/vllm-project/vllm/pull/46125). Raises RuntimeError where vLLM refuses.
         """
         if not await self._unless_dead(self.llm.reset_prefix_cache()):
             reason = "blocks that were computed with old weights are still in use"
@@ -283,28 +291,28 @@ class Engine:
 
     @asynccontextmanager
     async def update(self, version: int | None = None) -> AsyncIterator[EngineUpdate]:
-        """Bring weights of `version` inside the block, by default one more than the last.
+        """Return a context inside which the weights of `version`, by default one more than the latest, are sent.
 
-        From the first byte the engine holds no version. When the block ends well, caches of older weights are dropped
-        and the engine holds `EngineUpdate.version`; when it raises, the engine holds none until a complete update.
-        Raises EngineStateError where requests are running, or the weights' memory is not mapped.
+        From the beginning of the block the engine holds no version. When the block ends well, caches of older weights
+        are dropped and the engine holds `EngineUpdate.version`; when it raises, the engine holds no version until a
+        complete update. Raises EngineStateError where requests are running, or the weights' memory is not mapped.
         """
-        if running := self.llm.get_num_unfinished_requests():  # also those the scheduler has yet to see
+        if running := self.llm.get_num_unfinished_requests():  # includes those that the scheduler has yet to see
             raise EngineStateError(f"cannot update weights: {running} requests would continue with other weights")
         self.state.begin_sync()
         update = EngineUpdate(self.state.latest + 1 if version is None else version)
         with undone_by(self.state.fail_sync):
             yield update
             await self.reset_prefix_cache()
-            if self.settings.images:  # whose features are kept by the images' digests
+            if self.settings.images:  # their features are cached by digest, which an update does not change
                 await self._unless_dead(self.llm.reset_encoder_cache())
         self.state.finish_sync(update.version)
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
-        """One update by a method of the worker extension: every worker has everything, or the engine has no version.
+        """Update the weights by a method of the worker extension, and return the workers' outcomes.
 
-        Gives the workers' outcomes, or raises WorkerError, as `ask_workers`. `version` is by default the sender's, or
-        one more than the last where it gives none.
+        Either every worker has received all weights, or the engine holds no version. `version` is by default the
+        sender's, or one more than the latest where the sender gives none. Raises WorkerError as `ask_workers` does.
         """
         async with self.update(version) as update:
             outcomes = await self.ask_workers(method, *args)
@@ -315,15 +323,16 @@ class Engine:
         return outcomes
 
     async def sleep(self, level: int = 2) -> None:
-        """Give memory back. Unfinished requests are aborted, caches cleared.
+        """Give memory back. Unfinished requests are aborted, and caches are cleared.
 
-        Level 2 drops weights and KV cache. 1 keeps the weights, and their version, in host memory, where they are
-        already on CPU; weights that are shared with the trainer stay where they are.
+        Level 2 drops weights and KV cache. Level 1 drops the KV cache, and keeps the weights, and their version, in
+        host memory, where they already are on CPU; weights that are shared with the trainer stay where they are. The
+        call does nothing unless `settings.sleep` is set.
         """
         if level not in (1, 2):
-            raise ValueError(f"an engine sleeps at level 1, which keeps the weights, or 2, not {level}")
+            raise ValueError(f"an engine sleeps at level 1, which keeps the weights, or at level 2, not at {level}")
         if level == 2 and self.settings.shared_weights:
-            raise ValueError("an engine whose weights are the trainer's cannot drop them: let it sleep at level 1")
+            raise ValueError("an engine that shares the trainer's weights cannot drop them: let it sleep at level 1")
         if not self.settings.sleep:
             return
         self.state.sleep(keeps_weights=level == 1)
@@ -332,9 +341,9 @@ class Engine:
             await self.call_workers("hotbunk_release_memory", level == 2)
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take memory back: first `["weights"]`, and when an update has filled them, `["kv_cache"]`."""
+        """Take memory back: first `["weights"]`, and after an update has filled them, `["kv_cache"]`."""
         if unknown := sorted(set(tags) - {"weights", "kv_cache"}):
-            raise ValueError(f"there is no memory called {', '.join(unknown)} to wake: it is weights and kv_cache")
+            raise ValueError(f"there is no memory called {', '.join(unknown)} to wake: name weights or kv_cache")
         if not self.settings.sleep:
             return
         for tag in tags:
@@ -343,15 +352,15 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """True if it has no processes: after `close`, or before its start."""
+        """True if the engine has no processes: before `start`, and after `close`."""
         return self._llm is None
 
     async def memory_bytes(self) -> int:
-        """Memory the workers hold now, summed: resident bytes on CPU, bytes in use on the device on CUDA."""
+        """Return the bytes that all workers hold now: resident memory on CPU, memory in use on the device on CUDA."""
         return sum(await self.call_workers("hotbunk_memory_bytes"))
 
     def close(self) -> None:
-        """Stop the engine's processes, from whatever thread; safe to call twice and in any state."""
+        """Stop the engine's processes, from any thread; safe to call twice and in any state."""
         llm, self._llm = self._llm, None
         self.state.close()
         if llm is not None:
@@ -365,13 +374,13 @@ class Engine:
         psutil.wait_procs(left, _ANSWER_SECONDS)
         self._processes = []
         for memory in self._worker_memory:
-            memory.unlink(missing_ok=True)  # its workers may have been killed
+            memory.unlink(missing_ok=True)  # workers that were killed have left it behind
         self._worker_memory = set()
 
 
 @dataclass
 class Leader:
-    """An engine and the thread it lives on, as the first rank of an engine group holds them."""
+    """An engine and the thread of its event loop, held by the first rank of an engine group."""
 
     engine: Engine
     thread: EngineThread
@@ -379,7 +388,7 @@ class Leader:
     @classmethod
     def start(cls, engine: Engine, timeout: float) -> Self:
         """Start an engine on a thread of its own. A start that fails leaves nothing behind. Raises ValueError where
-        vLLM does not take the settings, TimeoutError after `timeout` seconds.
+        vLLM rejects the settings, TimeoutError after `timeout` seconds.
         """
         leader = cls(engine, EngineThread())
         with undone_by(leader.close):
@@ -387,7 +396,7 @@ class Leader:
         return leader
 
     def start_again(self, timeout: float) -> None:
-        """Start the engine anew, in its place, after `engine.close()`; raises as `start`."""
+        """Start the engine again, on the same thread, after `engine.close()`; raises as `start` does."""
         with undone_by(self.engine.close):
             self.thread.run(self.engine.start(), timeout, f"starting the engine for {self.engine.settings.model} again")
 
@@ -405,6 +414,6 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def first_not_finite(output: "RequestOutput") -> float | None:
-    """The first log-probability of a sampled token that is NaN or infinite, if there is one."""
+    """Return the first log-probability of a sampled token that is NaN or infinite; None if all are finite."""
     complete = (c for c in output.outputs if c.logprobs is not None and len(c.logprobs) == len(c.token_ids))
     return next((logprob for c in complete for logprob in sampled_logprobs(c) if not math.isfinite(logprob)), None)

@@ -1,10 +1,11 @@
-"""Engine cores on CPU are forked from what this process has imported, instead of importing it again for 10 s.
+"""Forks engine cores on CPU from a process that has imported vLLM, instead of letting each import it for 10 s.
 
-vLLM starts a core by Python's `spawn`. Here it is Python's own fork server that starts them, itself forked from this
-process before that has threads, a process group or anything of the policy: a copy of those could hang a core, or keep
-a store open. Cores so begin with the modules, and with nothing else; their workers are forked in the same way.
+vLLM starts a core by Python's `spawn`. Here Python's fork server starts cores instead. The server is itself forked from
+this process before this process has threads, a process group or anything of the policy, since a copy of those could
+hang a core, or keep a store open. Cores therefore begin with the imported modules and nothing else. Their workers are
+forked in the same way.
 
-On CUDA they are spawned, as nothing that was forked from a process which has counted its devices can use them
+On CUDA, cores are spawned: a process that was forked from one which has counted its CUDA devices cannot use them
 (https://github.com/pytorch/pytorch/issues/40403).
 """
 
@@ -35,27 +36,30 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.online.base",
 )
-"""Modules that a process which starts an engine, and its core, take long to import."""
+"""Modules that take long to import, in a process that starts an engine and in the engine's core."""
 
-_STARTING = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # start engine cores and their workers
+_STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # they start cores and workers
 _PR_SET_PDEATHSIG = 1
 _ERROR = 2  # of c10/util/logging_is_not_google_glog.h
 
 
-_kept: list[Any] = []
-"""Signal handlers of the process that was forked, in the server and in cores: replacing one would drop the last
-reference to what it holds, such as Ray's client, whose destructor waits for threads that a fork does not have."""
+_signal_handlers: list[Any] = []
+"""References, in the server and in cores, to the signal handlers of the process that was forked.
 
-_server: Any = multiprocessing.forkserver.ForkServer()  # beside the one that others may use in this process
+Without them, replacing a handler would drop the last reference to what it holds, such as Ray's client, whose destructor
+waits for threads that a fork does not have.
+"""
+
+_server: Any = multiprocessing.forkserver.ForkServer()  # not the one that other code in this process may use
 _server.ensure_running = lambda: None
 
 
 class _CoreProcess(ForkServerProcess):
-    """A process of an engine core, forked from the server; spawned where the server has been killed."""
+    """A process of an engine core, forked from the server, or spawned if the server has been killed."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        if not _runs(_server._forkserver_pid):
+        if not _is_running(_server._forkserver_pid):
             return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
         original = multiprocessing.forkserver.connect_to_new_process
         multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
@@ -66,7 +70,7 @@ class _CoreProcess(ForkServerProcess):
 
 
 class _Context(ForkServerContext):
-    """A context whose processes have the environment of the one that starts them, as spawned ones have."""
+    """A multiprocessing context whose processes get their parent's environment, as spawned processes do."""
 
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., Any], kwargs: dict[str, Any], name: str | None = None, daemon: bool | None = None
@@ -74,8 +78,8 @@ class _Context(ForkServerContext):
         return _CoreProcess(target=_begin, args=(dict(os.environ), target), kwargs=kwargs, name=name, daemon=daemon)
 
 
-def _runs(pid: int) -> bool:
-    """Return False if the server has been killed: processes are spawned then."""
+def _is_running(pid: int) -> bool:
+    """Return True if the process `pid` runs; False if it has ended, even if its parent has not yet waited for it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -83,11 +87,11 @@ def _runs(pid: int) -> bool:
 
 
 def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
-    """Run a core. What libraries read from the environment as they are imported is read again."""
-    # A core ends with the server, and the server with the rank. A core whose guardians were killed would otherwise keep
-    # the rank's descriptors open, and with them the lock of the run.
+    """Run a core's `target` in `environment`, and apply the variables that libraries read only at their import."""
+    # The kernel ends a core with the server, and the server with the rank. A core that outlived them, its guardians
+    # having been killed, would keep the rank's descriptors open, and with them the lock of the run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not _runs(_server._forkserver_pid):
+    if not _is_running(_server._forkserver_pid):
         os._exit(1)
     os.environ.clear()
     os.environ.update(environment)
@@ -104,53 +108,54 @@ def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: An
         c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = _ERROR
     gc.freeze()
-    # At its end a core collects everything (vllm/v1/engine/core.py, shutdown): it would copy all that it shares.
+    # At its end a core unfreezes and collects all objects (vllm/v1/engine/core.py, shutdown), and would thereby copy
+    # the memory that it shares with the server.
     gc.unfreeze = lambda: None
     target(**kwargs)
 
 
 def prepare() -> None:
-    """Do once what each core does at its start, to the same end: half of the time that takes."""
+    """Do, once for all cores, work that every core would do at its start; it is half of a core's start time."""
     import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     platform: Any = import_module("vllm.platforms").current_platform
-    with warnings.catch_warnings(action="ignore"):  # it looks at all of all modules (vllm/triton_utils/dispatcher.py)
+    with warnings.catch_warnings(action="ignore"):  # it reads all of all modules (vllm/triton_utils/dispatcher.py)
         platform.register_triton_kernel_overrides()
     platform.register_triton_kernel_overrides = lambda: None
 
 
 def start() -> None:
-    """Have vLLM's cores forked from this process as it is now. Call it before there are other threads."""
+    """Start the server, from which vLLM's cores are forked from now on. Call it before there are other threads."""
     import setproctitle
 
     with without_collections():
         for name in MODULES:
             import_module(name)
-    setproctitle.getproctitle()  # it finds a process's name only before the environment is touched
+    setproctitle.getproctitle()  # it can find the process's title only before the environment is changed
     context = _Context()
-    for name in _STARTING:
+    for name in _STARTERS:
         import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
     parent_pid, listener = os.getpid(), socket.socket(socket.AF_UNIX)
-    listener.bind(arbitrary_address("AF_UNIX"))  # in a folder that is this user's alone: what it is told is unpickled
+    listener.bind(arbitrary_address("AF_UNIX"))  # in a folder of this user's alone: the server unpickles what it reads
     listener.listen()
     _server._forkserver_address = listener.getsockname()
-    alive, held = os.pipe()  # the server ends when all have ended that hold the other end
+    alive, held_open = os.pipe()  # the server ends when every process that holds the other end has ended
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if not (copy := os.fork()):
+    if not (server_pid := os.fork()):
         try:
-            os.close(held)
+            os.close(held_open)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == parent_pid:
-                _kept.extend(map(signal.getsignal, signal.valid_signals()))
+                _signal_handlers.extend(map(signal.getsignal, signal.valid_signals()))
                 prepare()
-                gc.freeze()  # a collection would touch, and so copy, everything
+                gc.freeze()  # a collection would write to, and so copy, all objects
                 setproctitle.setproctitle("hotbunk: forkserver")
                 _server._forkserver_pid = os.getpid()
                 multiprocessing.forkserver.main(listener.detach(), alive, [])  # type: ignore[attr-defined]
         finally:
             os._exit(0)
-    _server._forkserver_alive_fd, _server._forkserver_pid = held, copy
+    _server._forkserver_alive_fd, _server._forkserver_pid = held_open, server_pid
     listener.close()
     os.close(alive)
 

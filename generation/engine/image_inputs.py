@@ -1,9 +1,9 @@
-"""Images as requests to vLLM carry them, in places that the caller names.
+"""Makes requests to vLLM that carry images, at places among the ids that the caller names.
 
-vLLM would look for placeholders among a prompt's ids, and take an image token that the policy has sampled for one
-(https://github.com/modelscope/ms-swift/issues/9287). So its own processor is asked for each image alone: for what the
-model computes with, and for the number of tokens, which has to be the caller's
-(https://github.com/huggingface/trl/issues/6401). What is private to vLLM here is that of 0.32.
+vLLM would look for placeholders among a prompt's ids, and would mistake an image token that the policy has sampled for
+one (https://github.com/modelscope/ms-swift/issues/9287). Therefore its processor is given each image alone. It returns
+the features that the model computes with, and the number of tokens, which must be the caller's
+(https://github.com/huggingface/trl/issues/6401). The private parts of vLLM that are used here are those of 0.32.
 """
 
 import asyncio
@@ -20,31 +20,31 @@ KEPT_BYTES = 1 << 28
 
 
 class ImageCountError(ValueError):
-    """Engine and trainer disagree on an image's tokens, so that everything after it would answer a different prompt."""
+    """Raised where engine and trainer disagree on an image's tokens: they would compute with different prompts."""
 
 
 class EngineImages:
-    """Makes vLLM's inputs from ids and images. Its coroutine runs on the engine's loop, the work on a thread."""
+    """Makes vLLM's inputs from ids and images. Coroutines run on the engine's loop, the processor on a thread."""
 
     def __init__(self, renderer: "BaseRenderer") -> None:
         self._renderer = renderer
         self._lock = asyncio.Lock()
         self._processed: OrderedDict[str, tuple[Any, list[int]]] = OrderedDict()
 
-    async def prompt(self, seen: PromptInput) -> dict[str, Any]:
+    async def prompt(self, inputs: PromptInput) -> dict[str, Any]:
         """Returns a prompt with images as `AsyncLLM.generate` takes it. Raises ImageCountError with the counts."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        ids, images, spans = seen.ids, seen.images, seen.spans
+        ids, images, spans = inputs.ids, inputs.images, inputs.spans
         if len(images) != len(spans):
             raise ImageCountError(f"there are {len(images)} images, but places for {len(spans)}")
         items = []
         for number, (image, (start, length)) in enumerate(zip(images, spans, strict=True), start=1):
-            item, tokens = await self._of(image)
+            item, tokens = await self._processed_image(image)
             if ids[start : start + length] != tokens:
                 name, (width, height) = image.name or f"image {number}", image.size
-                counts = f"takes {len(tokens)} tokens in the engine, but {length} in the trainer, or others"
+                counts = f"takes {len(tokens)} tokens in the engine, but {length} in the trainer, or different ones"
                 remedy = "both must have the same processor (preprocessor_config.json)"
                 raise ImageCountError(f"{name} ({width} x {height} pixels) {counts}: {remedy}")
             items.append(item)
@@ -52,7 +52,7 @@ class EngineImages:
         places = {"image": [PlaceholderRange(start, length) for start, length in spans]}
         return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders=places))
 
-    async def _of(self, image: Image) -> tuple[Any, list[int]]:
+    async def _processed_image(self, image: Image) -> tuple[Any, list[int]]:
         """Returns an image's processed features, and the token ids whose embeddings the features replace."""
         async with self._lock:
             if image.digest not in self._processed:

@@ -1,4 +1,4 @@
-"""The state of an engine: which memory it holds, which weights are in it, and so what it may do now."""
+"""The state of an engine: which memory it holds, which weights are in that memory, and what it may therefore do."""
 
 from enum import Enum
 
@@ -20,8 +20,8 @@ class EngineLifecycle:
     """The state machine of one engine: memory, weight version, and whether weights are on their way.
 
     `version` is the policy version whose weights the engine holds, or None when it holds none that can be trusted:
-    before the first sync, after a level-2 sleep, during a sync, and after a failed one. The only way out of None is a
-    complete sync. `latest` is the version it held last, -1 before the first.
+    before the first sync, after a level-2 sleep, during a sync, and after a failed sync. Only a complete sync, or
+    `adopt_checkpoint`, ends that. `latest` is the last version that the engine has held, -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class EngineLifecycle:
             raise EngineStateError(f"cannot {action}: the engine is {self}; it must be {needed} and not being updated")
 
     def check_can_generate(self, policy_version: int) -> None:
-        """Raise `EngineStateError`, naming both versions, unless awake with exactly the policy's weights."""
+        """Raise `EngineStateError`, naming both versions, unless the engine is awake with the policy's weights."""
         self._require("generate", Memory.AWAKE)
         if self.version != policy_version:
             raise self._stale(f", the policy is at version {policy_version}")
 
     def usable_version(self) -> int:
-        """The version of the weights that generation would use now; raises `EngineStateError` where it could not."""
+        """Return the version of the weights to generate with. Raises `EngineStateError` if it cannot generate."""
         self._require("generate", Memory.AWAKE)
         if self.version is None:
             raise self._stale()
@@ -57,31 +57,31 @@ class EngineLifecycle:
         return EngineStateError(f"cannot generate: the engine holds weights of {held}{policy}; sync the weights first")
 
     def adopt_checkpoint(self, version: int) -> None:
-        """Declare that the weights loaded from disk at the start are those of `version` (no trainer, no sync)."""
+        """Note that the weights loaded from disk at the start are those of `version` (no trainer, no sync)."""
         self._require("adopt a checkpoint", Memory.AWAKE)
         self.version = self.latest = version
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Go to sleep from awake, or from half awake after a failed wake or sync."""
+        """Note that the engine sleeps. It may have been awake, or half awake after a failed wake or sync."""
         self._require("sleep", Memory.AWAKE, Memory.WEIGHTS)
         self.memory = Memory.ASLEEP
         if not keeps_weights:
             self.version = None
 
     def wake_weights(self) -> None:
-        """Map the memory of the weights; what is in it cannot be trusted after a level-2 sleep."""
+        """Note that the weights' memory is mapped. Its contents cannot be trusted after a level-2 sleep."""
         self._require("wake the weights", Memory.ASLEEP)
         self.memory = Memory.WEIGHTS
 
     def wake_kv_cache(self) -> None:
-        """Map the KV cache; only after the weights, as an engine that is half awake must not run
+        """Note that the KV cache is mapped. The weights come first, since an engine that is half awake must not run
         (https://github.com/vllm-project/vllm/issues/44395).
         """
         self._require("wake the KV cache", Memory.WEIGHTS)
         self.memory = Memory.AWAKE
 
     def begin_sync(self) -> None:
-        """Note that weights start to arrive: from here until `finish_sync` the engine holds no version."""
+        """Note that weights start to arrive: from now until `finish_sync` the engine holds no version."""
         self._require("update weights", Memory.AWAKE, Memory.WEIGHTS)
         self.syncing, self.version = True, None
 

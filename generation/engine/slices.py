@@ -1,9 +1,9 @@
-"""Answers sampled in slices of a fixed number of tokens, which wait at a gate between slices, outside of vLLM.
+"""Samples answers in slices of a fixed number of tokens. Between slices, answers wait at a gate outside of vLLM.
 
-A slice is an ordinary request with a smaller `max_tokens`; the next one asks for the prompt and all tokens so far. An
-answer is cut by its own tokens alone, never by the clock. With noise that is keyed by position
-(`EngineSettings.keyed_noise`) the same tokens are sampled however often it is cut; other weights may take over in
-between. Nothing here is for threads: it runs on the engine's event loop.
+A slice is an ordinary request with a smaller `max_tokens`; the prompt of the next slice is the prompt and all tokens so
+far. Only the number of its tokens decides where an answer is cut, never the clock. With noise that is keyed by position
+(`EngineSettings.keyed_noise`) the same tokens are sampled however often an answer is cut. Weights may be updated
+between slices. Except for `Slices.elsewhere`, nothing here is thread-safe: it runs on the engine's event loop.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ class Unfinished:
     """An unfinished answer, with everything that any engine needs to continue it.
 
     Attributes:
-        seed: of its requests.
-        budget: the tokens that the whole answer may have.
-        logprobs: of `token_ids`, each under the version that sampled it.
-        versions: as of `Trajectory`, counted from the first of `token_ids`; empty where there are none yet.
-        opening: the opening of the gate in which it grew last.
+        seed: the seed of its requests.
+        budget: the largest number of tokens that the whole answer may have.
+        logprobs: the log-probability (nats) of each of `token_ids`, under the version that sampled it.
+        versions: as in `Trajectory`, counted from the first of `token_ids`; empty while there are no tokens.
+        opening: the number of the gate's opening in which the answer last grew.
     """
 
     prompt_ids: list[int]
@@ -51,7 +51,7 @@ class Unfinished:
         return self.budget - len(self.token_ids)
 
     def add(self, part: Generation) -> None:
-        """Appends one slice."""
+        """Appends the tokens of one slice."""
         if part.token_ids:
             self.versions = merged_versions([*self.versions, (part.weight_version, len(self.token_ids))])
         self.token_ids = self.token_ids + part.token_ids
@@ -63,11 +63,11 @@ class Unfinished:
 
 
 class Slices:
-    """The gate: while it is open, each answer may grow by `tokens`, and waits then until it is opened again.
+    """The gate: while it is open, each answer may grow by `tokens` tokens, and then waits until it is opened again.
 
     Attributes:
-        version: of the weights that answers go on with; None while the gate is closed.
-        opening: how often it has been opened.
+        version: version of the weights with which answers continue; None while the gate is closed.
+        opening: the number of times that the gate has been opened.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -83,7 +83,7 @@ class Slices:
         self._idle.set()
 
     def open(self, version: int) -> None:
-        """Lets every parked answer go on for one slice, with weights of `version`, and new answers begin."""
+        """Lets every parked answer continue for one slice, with weights of `version`, and new answers begin."""
         self.version = version
         self.opening += 1
         for turnstile in self._episodes:
@@ -95,7 +95,7 @@ class Slices:
 
     @contextmanager
     def episode(self, room: asyncio.Semaphore | None = None) -> "Iterator[Turnstile]":
-        """Around all of an episode, which is counted from here on; its place in `room` is free while it is parked."""
+        """Counts an episode for the length of the block; its place in `room` is free while the episode is parked."""
         turnstile = Turnstile(self, room)
         self._episodes[turnstile] = None
         self.note(turnstile)
@@ -106,10 +106,10 @@ class Slices:
             self.note(turnstile)
 
     async def settled(self) -> None:
-        """Wait until every episode is over or parked. One that runs a tool, or its own code, is waited for.
+        """Wait until every episode is over or parked, including those that run a tool or their own code.
 
-        Of an episode with several requests at once all have to be over or parked; what it does beside parked ones is
-        waited for where it says so (`Turnstile.away`), and is not seen otherwise.
+        An episode with several requests at once is parked when each of them is over or parked. Other work that it does
+        meanwhile is waited for only inside `Turnstile.away`.
         """
         while self._busy:
             await self._idle.wait()
@@ -121,13 +121,13 @@ class Slices:
 
     @property
     def elsewhere(self) -> int:
-        """Episodes that neither wait at the gate nor are being sampled: they are in tools, in their own code, or being
-        scored. For any thread.
+        """The number of episodes that neither wait at the gate nor are sampled: they run a tool or their own code, or
+        are being scored. May be read from any thread.
         """
         return sum(not turnstile.running for turnstile in list(self._busy))
 
     def note(self, turnstile: "Turnstile") -> None:
-        """Count an episode anew, which has begun or ended, has parked or gone on."""
+        """Update the counts for an episode that has begun, ended, parked or continued."""
         if turnstile in self._episodes and not turnstile.parked:
             self._busy.add(turnstile)
         else:
@@ -139,9 +139,9 @@ class Slices:
 
 
 class Turnstile:
-    """One episode's way through the gate, made by `Slices.episode`. Its requests may run at the same time.
+    """One episode's way through the gate, made by `Slices.episode`. The episode's requests may run at the same time.
 
-    `running` is how many of them the engine is sampling.
+    `running` is the number of these requests that the engine is sampling.
     """
 
     def __init__(self, slices: Slices, room: asyncio.Semaphore | None) -> None:
@@ -151,16 +151,16 @@ class Turnstile:
         self._room = room
         self._has_room = True
         self._waiting: dict[asyncio.Future[None], Unfinished] = {}
-        self._parked_before, self._parked_since = 0.0, 0.0  # seconds, and the time where it is parked now
+        self._parked_before, self._parked_since = 0.0, 0.0  # seconds; and the time of parking, 0.0 if not parked
 
     @property
     def parked(self) -> bool:
-        """True if all unfinished requests of the episode wait at the gate, and it waits for nothing else."""
+        """True if all unfinished requests of the episode wait at the gate, and the episode waits for nothing else."""
         return not self.running and not self._away and any(not waiter.done() for waiter in self._waiting)
 
     @property
     def unfinished(self) -> Unfinished | None:
-        """A copy of the answer that is parked, where it is the only one."""
+        """A copy of the parked answer; None unless the episode is parked with exactly one answer."""
         return replace(next(iter(self._waiting.values()))) if self.parked and len(self._waiting) == 1 else None
 
     @property
@@ -169,7 +169,7 @@ class Turnstile:
         return self._parked_before + (time.monotonic() - self._parked_since if self._parked_since else 0.0)
 
     def release(self) -> None:
-        """Let all that wait go on."""
+        """Let all waiting requests of the episode continue."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
@@ -177,7 +177,7 @@ class Turnstile:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Around a wait for a tool, say: the episode is not parked meanwhile, whatever else of it waits at the gate."""
+        """Keeps the episode from counting as parked for the length of the block, in which it may wait for a tool."""
         self._away += 1
         self._note()
         try:
@@ -188,8 +188,8 @@ class Turnstile:
 
     @asynccontextmanager
     async def slice(self, answer: Unfinished) -> AsyncIterator[tuple[int, int]]:
-        """Around one slice of an answer: waits until it may grow, and gives the version of the weights and the number
-        of tokens to ask for.
+        """Waits until an answer may grow by one slice, which the block samples; gives the block the version of the
+        weights and the number of tokens to ask for.
         """
         while (version := self.slices.version) is None or answer.opening == self.slices.opening:
             await self._park(answer)
@@ -216,7 +216,7 @@ class Turnstile:
                 await self._room.acquire()
 
     def _note(self) -> None:
-        """Tell the gate, count the time, and give the place in the engine to another while it is not needed."""
+        """Update the gate's counts and the time parked, and free the place in `room` while the episode is parked."""
         parked = self.parked
         if parked and not self._parked_since:
             self._parked_since = time.monotonic()

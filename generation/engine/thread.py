@@ -1,7 +1,7 @@
 """The event loop that an engine, its rollouts and its server share, on a thread of its own.
 
-vLLM binds an engine to the loop that first used it, so everything that talks to the engine runs here, and the trainer's
-thread only waits, always with a deadline.
+vLLM binds an engine to the loop that first used it, so everything that talks to the engine runs on this loop. The
+trainer's thread only waits, always with a deadline.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class EngineThread:
         while not self._closing:
             try:
                 self.loop.run_forever()
-            # asyncio lets these leave a task and end the loop (Lib/asyncio/tasks.py, Task.__step); other tasks need it.
+            # These leave a task and end the loop (Lib/asyncio/tasks.py, Task.__step), which other tasks still need.
             except (SystemExit, KeyboardInterrupt) as error:
                 message = f"{type(error).__name__} in a task or callback of thread {threading.current_thread().name!r}"
                 self.loop.call_exception_handler({"message": message, "exception": error})
@@ -41,11 +41,14 @@ class EngineThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
-        """Run a coroutine from another thread. After `timeout` seconds it is cancelled: TimeoutError, naming `what`."""
+        """Run a coroutine from another thread and return its result.
+
+        After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with `what`.
+        """
         return waited_for(self.submit(coroutine), timeout, what)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel what still runs and stop the loop; a loop that is blocked is left to end with the process."""
+        """Cancel all tasks and stop the loop; a loop that is blocked is left to end with the process."""
         if self.loop.is_closed():
             return
 
@@ -64,7 +67,10 @@ class EngineThread:
 
 
 def waited_for(future: Future[T], timeout: float, what: str) -> T:
-    """The result of a future. After `timeout` seconds it is cancelled: TimeoutError, naming `what`."""
+    """Return the result of a future.
+
+    After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with `what`.
+    """
     try:
         return future.result(timeout)
     except BaseException as error:
@@ -76,10 +82,10 @@ def waited_for(future: Future[T], timeout: float, what: str) -> T:
 
 
 async def as_ready(calls: Iterable[Awaitable[T]], timeout: float | None = None) -> AsyncGenerator[tuple[int, T], None]:
-    """Each call's place and result, as they are ready. An error, or the end of the iteration, ends the others.
+    """Yield each call's index and result as soon as it is ready. An error, or the end of iteration, cancels the rest.
 
-    Close it where the iteration may end early (`contextlib.aclosing`): Python itself does so at some later time. Raises
-    TimeoutError after `timeout` seconds, if given.
+    Use `contextlib.aclosing` where the iteration may end early: Python itself would close this generator at some later
+    time. Raises TimeoutError after `timeout` seconds, if given.
     """
 
     async def placed(place: int, call: Awaitable[T]) -> tuple[int, T]:

@@ -1,11 +1,12 @@
-"""The parts of vLLM that are private or change between releases: 0.32, whose builds for CPU and CUDA have the same
-Python sources. `scripts/try_vllm.sh VERSION` says what another release breaks.
+"""Everything that depends on parts of vLLM which are private or change between releases.
 
-Everything an engine's processes read from the environment is set around its start only, and taken back afterwards: the
-trainer's own process must not notice (it would otherwise lose torch.compile, or its NCCL settings). Of what importing
-vLLM changes in this process only its patches of Inductor remain (`vllm.env_override`).
+It is written for vLLM 0.32, whose builds for CPU and CUDA have the same Python sources. `scripts/try_vllm.sh VERSION`
+says what another release breaks. docs/vllm-notes.md lists the behaviour that is relied on here, with upstream's issues
+and files.
 
-docs/vllm-notes.md lists what is relied on here, with upstream's issues and files.
+Variables for an engine's processes are set in the environment only while the engine starts, and are restored
+afterwards, so that the trainer's own process keeps its torch.compile and its NCCL settings. The only change that an
+import of vLLM leaves in this process is its patches of Inductor (`vllm.env_override`).
 """
 
 import asyncio
@@ -37,64 +38,64 @@ _TORCHRUN = (
 )  # fmt: skip
 
 
-# "Triton not available" in every process on a CPU, when vLLM registers its kernels (vllm/kernels/triton/activation.py).
+# Says "Triton not available" in every process on a CPU: vLLM registers kernels (vllm/kernels/triton/activation.py).
 _TRITON_LOG = "torch._library.triton"
-# The same beside a torch that brings Triton, said before vLLM's own logging is set up (vllm/triton_utils/importing.py).
+# Says so beside a torch that brings Triton, before vLLM has set up its logging (vllm/triton_utils/importing.py).
 _VLLM_TRITON_LOG = "vllm.triton_utils.importing"
 
 
 def _quiet_environment() -> dict[str, str]:
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # dozens of lines of no use here
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else dozens of useless lines
     return env | {"TORCH_LOGS": ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Variables that the engine's processes start with."""
+    """Return the environment variables that the engine's processes start with."""
     env = _quiet_environment()
-    env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, whatever the trainer is on
-    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing is unpickled that came over a socket
+    env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, even if the trainer is on several
+    env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that came over a socket is unpickled
     if settings.images:
-        env["HOTBUNK_IMAGES"] = "1"  # hotbunk_torchvision.py: vLLM looks at models in a process of its own
+        env["HOTBUNK_IMAGES"] = "1"  # for hotbunk_torchvision.py: vLLM inspects models in another process
     if not settings.on_cpu:
-        visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # this process's own
+        visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # as this process counts
         names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        return env | _CUDA_ENVIRONMENT | _apart_from_other_ranks()
+        return env | _CUDA_ENVIRONMENT | _rank_environment()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
     env |= kernel_environment(plain=settings.plain_cpu_weights)
-    # It keeps compiled products by their shape, some 30 KiB each. A batch of every size would fill its own 1024, over
-    # hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
+    # oneDNN caches compiled primitives by shape, some 30 KiB each. Batches of all sizes would fill its default of 1024
+    # entries over hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     if settings.tensor_parallel_size == 1:
         # Lets the CPU platform run its worker inside the engine process (vllm/platforms/cpu.py).
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if settings.enforce_eager:
-        # Else the first request compiles `batched_count_greater_than` (vllm/v1/sample/ops/logprobs.py).
+        # Otherwise the first request compiles `batched_count_greater_than` (vllm/v1/sample/ops/logprobs.py).
         env["TORCH_COMPILE_DISABLE"] = "1"
     return env
 
 
 _CUDA_ENVIRONMENT = {
-    # vLLM forks unless this process has initialised CUDA itself; a child of a process that has so much as counted
-    # devices cannot use CUDA any more (https://github.com/pytorch/pytorch/issues/40403).
+    # vLLM forks unless this process has initialised CUDA itself. But children of a process that has even counted
+    # devices cannot use CUDA (https://github.com/pytorch/pytorch/issues/40403).
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Only for requests without a seed and without log-probabilities, of which there are none; it compiles with nvcc
+    # FlashInfer's sampler compiles with nvcc, and serves only requests without a seed and log-probabilities: none here
     # (vllm/v1/sample/ops/topk_topp_sampler.py).
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # Under WSL 2 alone: the model runner has buffers in page-locked memory and does not start without them
+    # Has an effect under WSL 2 only: the model runner has buffers in page-locked memory and does not start without them
     # (https://docs.vllm.ai/en/latest/configuration/env_vars/).
     "VLLM_WSL2_ENABLE_PIN_MEMORY": "1",
 }
 
 
-def _apart_from_other_ranks() -> dict[str, str]:
-    """Variables that keep engines apart that start in the same second.
+def _rank_environment() -> dict[str, str]:
+    """Return variables that keep engines of several ranks from disturbing each other while they start.
 
-    vLLM looks for a free port and binds it later (https://github.com/vllm-project/vllm/issues/39015); started from a
-    range of this process's own, below the system's, no two look at the same one. Some files of its compilation cache it
-    writes in place (vllm/compilation/backends.py).
+    vLLM looks for a free port and binds it later (https://github.com/vllm-project/vllm/issues/39015). Each process
+    looks in a range of its own, below the system's ports, so that no two find the same port. vLLM also writes some
+    files of its compilation cache in place (vllm/compilation/backends.py), so that each rank has its own cache.
     """
     apart = {"VLLM_PORT": str(10_000 + os.getpid() % 1_400 * 16)}
     if local_rank := int(os.environ.get("LOCAL_RANK", "0")):
@@ -106,7 +107,7 @@ def _apart_from_other_ranks() -> dict[str, str]:
 
 @contextmanager
 def _environment(changed: dict[str, str]) -> Iterator[None]:
-    """torchrun's variables hidden, and these changed; restored on exit."""
+    """Hide torchrun's variables and set those of `changed`; restore the environment on exit."""
     import torch
 
     for name in (_TRITON_LOG, _VLLM_TRITON_LOG):
@@ -119,7 +120,7 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vllm/platforms/cuda.py switches it off
-        # Only what has changed: an engine that starts again has other threads beside it, which read the environment.
+        # Only variables that differ: when an engine starts again, other threads read the environment meanwhile.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         for name in (name for name, value in before.items() if os.environ.get(name) != value):
@@ -127,15 +128,15 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
 
 
 def started_with(settings: EngineSettings) -> AbstractContextManager[None]:
-    """The environment an engine is started in: torchrun's variables hidden, the engine's own set; restored on exit."""
+    """Return a context in whose environment an engine starts: torchrun's variables are hidden, the engine's are set."""
     return _environment(engine_environment(settings))
 
 
 def fork_engines() -> Callable[[], None]:
-    """From now on engines on CPU are forked from what this process has imported, until what this returns is called.
+    """Have engines on CPU forked, with this process's imports, from now on; return a function that ends this.
 
-    Call it before there are other threads, and a process group. Without vLLM's build for CPUs nothing is done. How and
-    why is in `generation.engine.forkserver`, which nothing else imports, and nothing on a GPU.
+    Call it before there are other threads or a process group. It does nothing without vLLM's build for CPUs.
+    `generation.engine.forkserver`, which nothing else imports, says how and why.
     """
     with _environment(_quiet_environment()), suppress(ImportError):
         check_version()
@@ -150,13 +151,13 @@ def fork_engines() -> Callable[[], None]:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`; what would change what is sampled is never left to a default."""
+    """Return keyword arguments of `AsyncEngineArgs`; none that changes what is sampled is left to a default."""
     arguments: dict[str, Any] = {name: getattr(settings, field) for name, field in VLLM_NAMES.items()} | {
         "tokenizer": settings.tokenizer or settings.model,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": settings.worker_extension or "",
-        # The CPU platform refuses it (vllm/platforms/interface.py); the worker extension sleeps instead.
+        # The CPU platform refuses sleep mode (vllm/platforms/interface.py); the worker extension sleeps instead.
         "enable_sleep_mode": settings.sleep and not settings.on_cpu,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "disable_log_stats": True,
@@ -170,8 +171,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         tokens = max(2048, settings.max_model_len, settings.max_num_seqs)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     else:
-        # vLLM's own choice for an AsyncLLM is 2048 (vllm/engine/arg_utils.py, get_batch_defaults), of which every
-        # sequence that is being decoded takes one.
+        # vLLM's default for an AsyncLLM is 2048 tokens a step (vllm/engine/arg_utils.py, get_batch_defaults), of which
+        # every sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.worker_class is None:
         arguments["worker_cls"] = "generation.engine.cpu_worker.CPUWorker" if settings.on_cpu else "auto"
@@ -179,11 +180,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
     if settings.images:
-        # generation/engine/image_inputs.py keeps processed images: vLLM's cache has a copy in the core that must see
-        # the same images in the same order.
+        # generation/engine/image_inputs.py caches processed images. vLLM's cache is off, since its copy in the core
+        # would have to see the same images in the same order.
         arguments |= {"limit_mm_per_prompt": {"image": settings.images, "video": 0}, "mm_processor_cache_gb": 0}
     arguments |= settings.extra
-    if settings.routes and not settings.on_cpu:  # on CPU the worker extension has them told
+    if settings.routes and not settings.on_cpu:  # on CPU the worker extension records them
         arguments["enable_return_routed_experts"] = True
     if settings.fp32_head:
         arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"head_dtype": "float32"}
@@ -193,9 +194,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
     """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
 
-    `stat_loggers` are called after every step, such as `step_logger`. Raises ImportError where this vLLM is not
-    one of those supported, ValueError where it is built for the other kind of device, a class for its workers is not
-    there, or an entry of `settings.extra` is not an engine argument.
+    `stat_loggers`, for example from `step_logger`, are called after every step. Raises ImportError where the installed
+    vLLM is not a supported release, and ValueError where it is built for the other kind of device, a class for its
+    workers is missing, or an entry of `settings.extra` is not an engine argument.
     """
     with started_with(settings):
         config = _checked_config(settings)
@@ -206,7 +207,7 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
 
 def _checked_config(settings: EngineSettings) -> "VllmConfig":
-    """vLLM's configuration for these settings; raises as `start_async_llm`, inside whose environment it is called."""
+    """Return vLLM's configuration for these settings. Call it inside `started_with`; raises as `start_async_llm`."""
     check_version()
     check_build(settings)
     check_worker_classes(settings)
@@ -224,7 +225,7 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     preloaded = os.environ.get("LD_PRELOAD", "")
     with hidden_instructions(settings.plain_cpu_weights) if settings.on_cpu else nullcontext():
         config = AsyncEngineArgs(**arguments).create_engine_config()
-    if {" ", ":"} & {*torch.__file__}:  # vllm/platforms/cpu.py has added torch's libgomp, whose path ld.so would split
+    if {" ", ":"} & {*torch.__file__}:  # ld.so would split the path of libgomp that vllm/platforms/cpu.py has added
         os.environ["LD_PRELOAD"] = preloaded
     if settings.keyed_noise:
         check_keyed_noise(settings, config)
@@ -232,9 +233,10 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
 
 
 def frontend(settings: EngineSettings) -> "AsyncLLM":
-    """An `AsyncLLM` without an engine: all that vLLM's server asks of it but answers, for engines in other processes.
+    """Return an `AsyncLLM` without an engine core, which gives vLLM's server everything except answers.
 
-    Of `AsyncLLM.__init__` (vllm/v1/engine/async_llm.py) what comes before the engine core. Raises as `start_async_llm`.
+    It is for engines in other processes. Its `__init__` does the part of `AsyncLLM.__init__`
+    (vllm/v1/engine/async_llm.py) that comes before the engine core. Raises as `start_async_llm`.
     """
     with started_with(settings):
         config = _checked_config(settings)
@@ -265,8 +267,10 @@ def frontend(settings: EngineSettings) -> "AsyncLLM":
 
 
 def stop_async_llm(engine: "AsyncLLM") -> None:
-    """Stop an engine's processes; first its output task (vllm/v1/engine/async_llm.py, _run_output_handler), which
-    would report the stop as the engine's death.
+    """Stop an engine's processes.
+
+    Its output task (vllm/v1/engine/async_llm.py, _run_output_handler) is cancelled first, since it would report the
+    stop as the engine's death.
     """
     if (handler := engine.output_handler) is not None:
         handler.get_loop().call_soon_threadsafe(handler.cancel)
@@ -274,7 +278,7 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
 
 
 def engine_processes(engine: "AsyncLLM") -> list[psutil.Process]:
-    """The engine core and its workers, without what Python and torch start for their own use."""
+    """Return the processes of the engine core and its workers, without the helpers that Python and torch start."""
     processes: list[psutil.Process] = []
     for started in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
         with suppress(psutil.NoSuchProcess):  # it has ended at once
@@ -286,18 +290,19 @@ def engine_processes(engine: "AsyncLLM") -> list[psutil.Process]:
 
 
 def killed_at_start(error: BaseException | None) -> bool:
-    """True if an engine did not start because its core was ended by a signal, rather than by an error of its own
+    """Return True if an engine did not start because a signal ended its core, rather than an error of the core's own
     (vllm/v1/engine/utils.py, wait_for_engine_startup).
     """
     return bool(re.search(r"Failed core proc\(s\): \{[^}]*: -\d+", str(error)))
 
 
 def worker_memory() -> set[Path]:
-    """Shared memory through which the CPU workers of this process's engines exchange tensors, and get their calls.
+    """Return the files of shared memory through which CPU workers of this process's engines get tensors and calls.
 
-    vLLM's workers remove theirs at an orderly end (vllm/distributed/device_communicators/cpu_communicator.py). When
-    they are killed it stays: no resource tracker knows of it. That of calls (160 MiB an engine,
-    vllm/distributed/device_communicators/shm_broadcast.py) stays until this process ends, even at an orderly end.
+    vLLM's workers remove the files for tensors at an orderly end
+    (vllm/distributed/device_communicators/cpu_communicator.py). When the workers are killed, these files stay: no
+    resource tracker knows of them. The files for calls (160 MiB an engine,
+    vllm/distributed/device_communicators/shm_broadcast.py) stay until this process ends, even after an orderly end.
     """
     files: set[Path] = set()
     for process in psutil.Process().children(recursive=True):
@@ -308,10 +313,10 @@ def worker_memory() -> set[Path]:
 
 
 def adapter_request(number: int | None) -> "LoRARequest | None":
-    """vLLM's name for the adapter of this number, which the workers hold already; None: no adapter.
+    """Return vLLM's request for the adapter of this number, which the workers hold already; None for no adapter.
 
-    vLLM would look at the path for an adapter that they do not hold. Its prefix cache is keyed by name and path
-    (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
+    vLLM would read the path only for an adapter that the workers do not hold. Its prefix cache is keyed by name and
+    path (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
     """
     if number is None:
         return None
@@ -321,7 +326,7 @@ def adapter_request(number: int | None) -> "LoRARequest | None":
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """The errors of vLLM for one bad or failed request; a dead engine raises something else, and ends the run."""
+    """Return vLLM's errors for one bad or failed request; a dead engine raises a different one, which ends the run."""
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -338,8 +343,8 @@ async def log_throughput(engine: "AsyncLLM") -> None:
 
 
 def step_logger(note: Callable[[Any, Any], None]) -> type:
-    """A logger for `start_async_llm` that hands on vLLM's statistics of the scheduler and of the iteration after every
-    step; either may be None.
+    """Return a logger class for `start_async_llm` that calls `note` after every step with vLLM's statistics of the
+    scheduler and of the iteration, either of which may be None.
     """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -359,14 +364,14 @@ def step_logger(note: Callable[[Any, Any], None]) -> type:
 
 
 SUPPORTED = ((0, 32), (0, 33))
-"""The oldest release of vLLM that is taken, and the first that is not."""
+"""The oldest supported release of vLLM, and the first one after the newest."""
 
 
 def check_version(version: str | None = None) -> None:
     """Raise ImportError, naming the supported range, unless a vLLM of that range is installed.
 
-    `version` is the installed one's if None. A development build, or one that tells no version, is taken as it is, and
-    with HOTBUNK_ANY_VLLM=1, which scripts/try_vllm.sh sets, any release.
+    `version` is by default the installed one's. A development build, or one without a version number, is accepted, and
+    with HOTBUNK_ANY_VLLM=1, which scripts/try_vllm.sh sets, any release is.
     """
     (_, oldest), (_, newer) = SUPPORTED
     wanted = f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
@@ -389,7 +394,7 @@ def check_build(settings: EngineSettings) -> None:
 
     if settings.on_cpu and not current_platform.is_cpu():
         raise ValueError(
-            "this engine was given no CUDA devices, but the installed vLLM is built for CUDA and runs on no CPU: "
+            "this engine was given no CUDA devices, but the installed vLLM is built for CUDA and cannot run on a CPU: "
             "name devices (device_indices), or install the build for CPUs with HOTBUNK_DEVICE=cpu bash scripts/setup.sh"
         )
     if not settings.on_cpu and current_platform.is_cpu():
@@ -400,13 +405,13 @@ def check_build(settings: EngineSettings) -> None:
 
 
 def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
-    """Raise ValueError where what is sampled at a position could depend on more than the request's seed.
+    """Raise ValueError where a sampled token could depend on more than seed, position and the tokens before it.
 
-    Model runner V2 keys its noise by seed and position (vllm/v1/worker/gpu/sample/gumbel.py). V1 draws it from a
-    generator, one draw after the other; on CPU the worker extension mends that.
+    Model runner V2 keys its noise (vllm/v1/worker/gpu/sample/gumbel.py). V1 draws it from a generator, one draw after
+    the other; on CPU the worker extension replaces that.
     """
     if config.speculative_config is not None:
-        reason = "what is drafted depends on where they are cut; leave it out"
+        reason = "drafts depend on where answers are cut; leave it out"
         raise ValueError(f"engine.extra: speculative_config is set, but answers are carried over steps: {reason}")
     if not settings.on_cpu and not config.use_v2_model_runner:
         raise ValueError(
@@ -414,4 +419,4 @@ def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
             "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what V2 does not support"
         )
     if settings.on_cpu and settings.worker_extension is None:
-        raise ValueError("on CPU noise is keyed by the worker extension: set it to sharding.WORKER_EXTENSION")
+        raise ValueError("on CPU keyed noise needs worker_extension: set it to sharding.WORKER_EXTENSION")

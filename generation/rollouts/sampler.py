@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from generation.engine.logits import new_way
+from generation.engine.logits import with_remedy
 from generation.exact_ids import Generation, History, joined
 from generation.images import ImageRules, subject
 from generation.importing import load
@@ -153,7 +153,7 @@ async def sample_batch(
         version = settings.policy_version
         failures = [Trajectory(p.prompt_index, p.sample_index, p.token_ids, weight_version=version) for p in batch]
         for failure in failures:
-            failure.finish_reason, failure.error = "error", f"the sampler raised {described(new_way(error))}"
+            failure.finish_reason, failure.error = "error", f"the sampler raised {described(with_remedy(error))}"
             await on_sample(failure)
         return failures
     finally:

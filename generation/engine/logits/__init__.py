@@ -1,19 +1,19 @@
-"""Custom logits processors, named in the recipe (`engine.logits_processors`), for the vLLM at hand.
+"""Custom logits processors, named in the recipe (`engine.logits_processors`), for the installed vLLM.
 
 vLLM takes no processor objects with a request any more: classes are named when the engine starts, for all requests
-(https://github.com/vllm-project/vllm/issues/17799). There are two interfaces, one for each of its model runners
+(https://github.com/vllm-project/vllm/issues/17799). It has two interfaces, one for each of its model runners
 (https://github.com/vllm-project/vllm/pull/56497): the LogitsProcessor of `vllm.v1.sample.logits_processor`
-and that of `vllm.v1.worker.gpu.sample.logits_processor`. What a recipe names is a class written for the one that this
-engine runs, or a *factory*, which suits both:
+and that of `vllm.v1.worker.gpu.sample.logits_processor`. A recipe names either a class written for the interface of the
+model runner that this engine uses, or a *factory*, which suits both:
 
     def no_digits(params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None
 
-It is called once for each request, so what it returns has state of its own; None leaves the request alone, so that a
-request can ask for it in `extra_args`. What it returns is called with the ids generated so far and the logits
-(vocabulary,) of the next token, and gives them back changed.
+The factory is called once for each request, so that the processor it returns can have state. It may return None, which
+leaves the request alone, for example unless the request asks for it in `extra_args`. The processor is called with the
+ids generated so far and the logits (vocabulary,) of the next token, and returns the changed logits.
 
-A request may also name the factories that are to see it, in `extra_args={"logits_processors": [...]}`, or to the server
-by `extra_body={"logits_processors": [...]}`; without that all do. Classes of vLLM's see every request.
+A request may also name the factories that apply to it, in `extra_args={"logits_processors": [...]}`, or to the server
+by `extra_body={"logits_processors": [...]}`; by default all of them apply. Classes apply to every request.
 """
 
 import importlib
@@ -23,45 +23,45 @@ from typing import Any
 from generation.importing import importable, load
 
 FACTORIES = "hotbunk_logits_factories"
-"""Where the factories' names travel to the workers: this entry of vLLM's `additional_config`."""
+"""The entry of vLLM's `additional_config` that brings the factories' names to the workers."""
 
 REQUESTED = "logits_processors"
-"""Where a request names them, in its `extra_args`."""
+"""The entry of a request's `extra_args` that names the factories for it."""
 
 _V1 = "generation.engine.logits.adapter_v1:FactoryProcessorV1"
 _V2 = "generation.engine.logits.adapter_v2:FactoryProcessorV2"
 _V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-_NEW_WAY = (
+_REQUEST_PROBLEM = (
     "logits_processors cannot be given with a request: vLLM builds them into the engine; name a class or factory in "
     "the recipe, engine.logits_processors: [pkg.mod:Name], and let requests choose by SamplingParams(extra_args={...})"
 )
 
 
 def check_request(parameters: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the new way, where sampling parameters hold processors of their own."""
+    """Raise ValueError, naming the remedy, where sampling parameters hold logits processors of their own."""
     if parameters.get("logits_processors") is not None:
-        raise ValueError(_NEW_WAY)
+        raise ValueError(_REQUEST_PROBLEM)
 
 
-def new_way(error: Exception) -> Exception:
-    """vLLM's complaint about per-request processors as one that names the remedy; any other error as it is."""
+def with_remedy(error: Exception) -> Exception:
+    """Return vLLM's error about processors in a request as one that names the remedy; any other error as it is."""
     if isinstance(error, TypeError | AttributeError) and "logits_processors" in str(error):
-        return ValueError(_NEW_WAY)
+        return ValueError(_REQUEST_PROBLEM)
     return error
 
 
 def uses_v2(on_cpu: bool, environ: Mapping[str, str]) -> bool:
-    """True if an engine started here uses the second model runner's interface; the CPU build only has the first."""
+    """Return True if an engine started here uses vLLM's second model runner; the build for CPUs has the first only."""
     return not on_cpu and environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
 
 
 def engine_arguments(named: Sequence[str | Mapping[str, Any]], v2: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for these processors; empty where none are named. `v2` is what `uses_v2` says.
+    """Return vLLM's engine arguments for these processors; empty where none are named. `v2` is the result of `uses_v2`.
 
     An entry is `pkg.mod:Name` or `path/file.py:Name`, or vLLM's former mapping with a `qualname`. Raises ValueError
     where it cannot be imported, is not a processor, or is for the other interface.
     """
-    specs = [importable(_spelled(entry)) for entry in named]
+    specs = [importable(_spec_of(entry)) for entry in named]
     factories = [spec for spec in specs if not _is_class_for(spec, v2)]
     classes: list[str] = [spec for spec in specs if spec not in factories]
     if not factories:
@@ -70,13 +70,14 @@ def engine_arguments(named: Sequence[str | Mapping[str, Any]], v2: bool) -> dict
 
 
 def load_factories(additional_config: Any) -> dict[str, Any]:
-    """In a worker: the factories that the engine was started with, by name."""
+    """Return, in a worker, the factories that the engine was started with, by name."""
     return {spec: load(spec) for spec in (additional_config or {}).get(FACTORIES, [])}
 
 
 def processor_of(factories: Mapping[str, Any], params: Any) -> Callable[[list[int], Any], Any] | None:
-    """In a worker: what the factories, or those that the request names, make for a request with these parameters, one
-    after the other; None where no factory wants it.
+    """Return, in a worker, one processor for a request with these parameters; None if no factory makes one.
+
+    It applies, in order, the processors of all factories, or of those that the request names.
     """
     named = (params.extra_args or {}).get(REQUESTED, factories)
     chain = [made for spec, factory in factories.items() if spec in named and (made := factory(params)) is not None]
@@ -90,23 +91,25 @@ def processor_of(factories: Mapping[str, Any], params: Any) -> Callable[[list[in
 
 
 def requested(named: Any, arguments: Mapping[str, Any]) -> list[str]:
-    """The processors that a request names, one or a list of them in any form that a recipe may have, as an engine with
-    these arguments knows them. Raises ValueError for one that its recipe has not named.
+    """Return the names that an engine with these arguments has for the processors that a request names.
+
+    `named` is one processor, or a list of them, in any form that a recipe may use. Raises ValueError for a processor
+    that the engine's recipe does not name.
     """
     specs = [*arguments.get("logits_processors", []), *arguments.get("additional_config", {}).get(FACTORIES, [])]
     by_name = {spec.replace(":", "."): spec for spec in specs if spec not in (_V1, _V2)}
     chosen = []
     for entry in named if isinstance(named, list) else [named]:
-        if not isinstance(entry, str | Mapping) or (spec := by_name.get(_spelled(entry).replace(":", "."))) is None:
+        if not isinstance(entry, str | Mapping) or (spec := by_name.get(_spec_of(entry).replace(":", "."))) is None:
             names = ", ".join(by_name.values()) or "none"
             raise ValueError(
-                f"logits_processors names {entry!r:.60}, but engine.logits_processors of the recipe: {names}"
+                f"logits_processors names {entry!r:.60}, but engine.logits_processors of the recipe has: {names}"
             )
         chosen.append(spec)
     return chosen
 
 
-def _spelled(entry: str | Mapping[str, Any]) -> str:
+def _spec_of(entry: str | Mapping[str, Any]) -> str:
     if isinstance(entry, str):
         return entry
     if set(entry) != {"qualname"}:
@@ -116,7 +119,7 @@ def _spelled(entry: str | Mapping[str, Any]) -> str:
 
 
 def _is_class_for(spec: str, v2: bool) -> bool:
-    """True for a class derived from vLLM's, False for a factory. Raises ValueError where it is neither."""
+    """Return True for a class derived from vLLM's, False for a factory. Raises ValueError where `spec` is neither."""
     value = load(spec)
     kinds = {True: _interface(_V2_INTERFACE), False: _interface("vllm.v1.sample.logits_processor")}
     for kind, base in kinds.items():
@@ -132,7 +135,7 @@ def _is_class_for(spec: str, v2: bool) -> bool:
 
 
 def _interface(module: str) -> Any:
-    """The base class of one interface, or None where this vLLM has no such interface."""
+    """Return the base class of one interface; None if the installed vLLM does not have the interface."""
     try:
         return importlib.import_module(module).LogitsProcessor
     except (ImportError, AttributeError):

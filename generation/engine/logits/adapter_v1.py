@@ -1,4 +1,4 @@
-"""Runs the factories of `logits_processors` in vLLM's first model runner (CPU), which imports it by name."""
+"""Runs the factories of `logits_processors` in vLLM's first model runner (CPU), which imports this module by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,11 @@ class FactoryProcessorV1(AdapterLogitsProcessor):
         self._factories = load_factories(vllm_config.additional_config)
 
     def is_argmax_invariant(self) -> bool:
-        """Nobody knows what a factory does to the largest logit, so greedy sampling asks it, too."""
+        """Return False: a factory's processor may change the largest logit, so greedy sampling must apply it, too."""
         return False
 
     def new_req_logits_processor(
         self, params: SamplingParams
     ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
-        """The processors of one request; None where no factory wants it."""
+        """Return the processors of one request, as one; None if no factory makes one."""
         return processor_of(self._factories, params)

@@ -1,4 +1,4 @@
-"""Runs the factories of `logits_processors` in vLLM's second model runner (CUDA), which imports it by name."""
+"""Runs the factories of `logits_processors` in vLLM's second model runner (CUDA), which imports this module by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +19,12 @@ class FactoryProcessorV2(LogitsProcessor):
         self._chains: dict[int, Callable[[list[int], Any], Any] | None] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """True if any factory wants this request; the processors of the slot's former request are dropped."""
+        """Make the processors of a request in place of the slot's former ones; return True if there are any."""
         self._chains[req_idx] = processor_of(self._factories, sampling_params)
         return self._chains[req_idx] is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Change the rows of the requests that have processors; the ids are read from the device for these alone."""
+        """Change the rows of the requests that have processors; ids are read from the device for these rows alone."""
         if not any(self._chains.get(int(slot)) for slot in ctx.idx_mapping_np):
             return logits
         slots, ends = ctx.expanded_idx_mapping.tolist(), (ctx.pos + 1).tolist()

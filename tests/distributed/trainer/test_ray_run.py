@@ -53,9 +53,9 @@ def test_replicas_that_die_and_join_answer_each_prompt_once_as_one_engine_does(
     two[0].kill()
     (gates / "3").touch()
     run.wait_for((gates / "4.reached").exists, "the first turns of step 4")
-    assert "another is started, 2 of engine.restarts left" in run.output()
+    assert "starting another, 2 of engine.restarts left" in run.output()
     cluster.add_node(num_cpus=1)
-    run.wait_for(lambda: "has started: 3 of 3 from the next update on" in run.output(), "three engines")
+    run.wait_for(lambda: "has started: 3 of 3 replicas from the next update on" in run.output(), "three engines")
     (gates / "4").touch()
     assert run.wait() == 0, run.output()
     deadline = time.monotonic() + GONE_SECONDS

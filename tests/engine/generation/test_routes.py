@@ -166,7 +166,7 @@ def test_an_answer_in_slices_has_the_rows_of_an_uncut_one(leader: Leader) -> Non
 def test_an_engine_that_cannot_report_routes_is_refused_before_it_starts(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="on CPU routes are told by the worker extension"):
+    with pytest.raises(ValueError, match="on CPU routes need worker_extension"):
         check_routes(EngineSettings(str(model), 64, routes=True))
     on_cuda = EngineSettings(str(model), 64, routes=True, device_indices=(0,))
     check_routes(on_cuda)

@@ -257,7 +257,7 @@ def test_a_request_names_processors_of_the_recipe(leader: Leader, server: OpenAI
     assert trajectory.response_ids == [50] * 4
     for named, sentence in {
         "logits_processor_zoo.vllm.cite_prompt": "names 'logits_processor_zoo.vllm.cite_prompt', but",
-        ("os.system",): f"of the recipe: {__name__}:cite_prompt, {__name__}:shout",
+        ("os.system",): f"of the recipe has: {__name__}:cite_prompt, {__name__}:shout",
     }.items():
         with pytest.raises(openai.BadRequestError, match=sentence):
             answered(named)

@@ -104,7 +104,7 @@ def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
     for named in (f"{__name__}:tripling", ["os.system"], [3], {"FactoryProcessor": 1}, None):
         with pytest.raises(ValueError, match="logits_processors names|must hold qualname alone"):
             requested(named, arguments)
-    with pytest.raises(ValueError, match="but engine.logits_processors of the recipe: none"):
+    with pytest.raises(ValueError, match="but engine.logits_processors of the recipe has: none"):
         requested(dotted, {})
     only = SamplingParams(extra_args={"count": True, REQUESTED: requested(dotted, arguments)})
     none = SamplingParams(extra_args={"count": True, REQUESTED: []})

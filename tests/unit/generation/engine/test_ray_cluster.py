@@ -62,7 +62,7 @@ def test_a_cluster_of_ones_own_has_the_gpus_that_no_rank_trains_on(monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6")
     join_cluster(1, taken=2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
-    with pytest.raises(ValueError, match="all 1 GPUs of this machine train: start fewer ranks, or name a Ray cluster"):
+    with pytest.raises(ValueError, match="ranks train on all 1 GPUs here: start fewer ranks, or name a Ray cluster"):
         join_cluster(1, taken=1)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     join_cluster(1, taken=1)

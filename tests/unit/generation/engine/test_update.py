@@ -99,7 +99,7 @@ def test_workers_tell_the_version_and_their_complaints_end_the_update(engine: An
     [
         ({}, "on CPU an engine sleeps by its worker extension"),
         ({"worker_extension": "sharding.nowhere.Extension"}, "worker_extension is 'sharding.nowhere.Extension', but"),
-        ({"worker_extension": "nowhere.at_all.Extension"}, "its module is not here"),
+        ({"worker_extension": "nowhere.at_all.Extension"}, "there is no such module"),
         ({"worker_extension": "Extension"}, "name it as package.module.Class"),
         ({"worker_extension": WORKER_EXTENSION, "worker_class": "sharding.nowhere.Worker"}, "worker_class is"),
     ],

