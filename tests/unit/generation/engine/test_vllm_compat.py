@@ -135,7 +135,7 @@ def test_prompts_are_read_in_large_steps_on_cuda_unless_the_recipe_says_otherwis
             "needs vLLM's model runner V2 on CUDA.* unset VLLM_USE_V2_MODEL_RUNNER",
         ),
         ({"device_indices": (0,)}, "ngram", True, "speculative_config is set.*leave it out"),
-        ({"worker_extension": None}, None, False, "keyed by the worker extension"),
+        ({"worker_extension": None}, None, False, "on CPU keyed noise needs worker_extension"),
         ({"device_indices": (0,)}, None, True, None),
         ({"worker_extension": "some.Extension"}, None, False, None),
     ],
