@@ -249,7 +249,7 @@ def signature(name: str, member: Any) -> str:
         return f"{name}(*, {', '.join(member.model_fields)})"
     words: list[str] = []
     for parameter in call.parameters.values():
-        if parameter.name == "self":
+        if parameter.name in ("self", "_ray_trace_ctx"):  # the latter Ray adds to the methods of its actors
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")

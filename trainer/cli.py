@@ -31,7 +31,7 @@ from trainer.config.model_file import is_multimodal
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
-from trainer.errors import UserError, shortened
+from trainer.errors import UserError
 from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
@@ -50,7 +50,7 @@ def _naming_paths(action: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (ENAMETOOLONG, EACCES, EPERM) or error.filename is None:
             raise
-        path, reason = shortened(str(error.filename), 160), str(error.strerror).lower()
+        path, reason = error.filename, str(error.strerror).lower()
         raise UserError(f"{path} cannot be used ({reason}): name another path") from error
 
 

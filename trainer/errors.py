@@ -3,7 +3,6 @@
 import signal
 
 _LONGEST_VALUE = 80
-_LONGEST_WORD = 160
 _GAP = " […] "
 
 
@@ -11,19 +10,17 @@ class UserError(Exception):
     """Bad configuration or input, described in sentences that each name the culprit and the remedy.
 
     The command line prints each sentence on a line of its own, without a traceback, and exits with code 2. Any other
-    exception is a defect and keeps its traceback. A sentence is never cut, but a word in it, such as a path, of more
-    than 160 characters loses its middle.
+    exception is a defect and keeps its traceback. A sentence is never cut; values in it are quoted by `quoted`.
     """
 
     def __init__(self, *sentences: str) -> None:
-        words = ([shortened(word, _LONGEST_WORD) for word in sentence.split()] for sentence in sentences)
-        super().__init__(*map(" ".join, words))
+        super().__init__(*(" ".join(sentence.split()) for sentence in sentences))
 
     def __str__(self) -> str:
         return "\n".join(self.args)
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Returns the repr of a value for use in a sentence, without its middle if it is longer than 80 characters."""
     try:
         text = repr(value)

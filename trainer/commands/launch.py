@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, quoted
 from trainer.run import processes
 
 RANKS = """\
@@ -94,7 +94,7 @@ def _number(name: str, least: int, most: int, default: int | None = None) -> int
     """The number in an environment variable; unset or empty, it is `default`, or without one `least`."""
     text = os.environ.get(name) or str(least if default is None else default)
     if not re.fullmatch("0|[1-9][0-9]{0,6}", text) or not least <= int(text) <= most:
-        raise UserError(f"{name} is {shown(text)}: give it as a whole number from {least} to {most}.")
+        raise UserError(f"{name} is {quoted(text)}: give it as a whole number from {least} to {most}.")
     return int(text)
 
 

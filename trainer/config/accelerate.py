@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -60,7 +60,7 @@ def policy_keys(path: Path) -> dict[str, Any]:
     begins = f"policy.accelerate_config: {path} has"
     obstacles = [(key, value, _obstacle(key, value)) for key, value in _flat(loaded)]
     if any(why for _, _, why in obstacles):
-        raise UserError(*(f"{begins} {key}: {shown(value)}, {why}" for key, value, why in obstacles if why))
+        raise UserError(*(f"{begins} {key}: {quoted(value)}, {why}" for key, value, why in obstacles if why))
     from accelerate.commands.config.config_args import load_config_from_file
 
     try:

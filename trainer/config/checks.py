@@ -38,7 +38,7 @@ from trainer.config.placement import check_placement, training_ranks
 from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.slices import check_slices
 from trainer.config.ways import check_way
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, quoted
 
 COMPLETE_MARKER = "COMPLETE"
 """The file that makes a checkpoint folder a checkpoint."""
@@ -167,7 +167,7 @@ def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) 
     if not config.batch.packing:
         yield f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
     if (attention := config.model.attn_implementation) != "sdpa":
-        yield f"{key} is {ways}, but model.attn_implementation is {shown(attention)}: set it to sdpa"
+        yield f"{key} is {ways}, but model.attn_implementation is {quoted(attention)}: set it to sdpa"
     for name, model in _models(config, command):
         if heads := model.get("num_attention_heads"):
             yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
@@ -327,7 +327,7 @@ def _check_extra(config: TrainConfig, command: Command) -> Iterator[str]:
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             yield f"engine.extra.{key}: the vLLM installed here has no such argument: {hint}"
         elif key in ("additional_config", "hf_overrides") and not isinstance(value, dict):
-            yield f"engine.extra.{key} is {shown(value)}, but should be a mapping of keys"
+            yield f"engine.extra.{key} is {quoted(value)}, but should be a mapping of keys"
 
 
 def _check_memory(config: TrainConfig) -> Iterator[str]:

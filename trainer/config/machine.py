@@ -13,7 +13,7 @@ from typing import Literal
 
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from trainer.config.schema import TrainConfig
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, quoted
 
 _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 """The variables that torchrun sets for a rank, with the least value of each."""
@@ -56,7 +56,7 @@ def _rank_problems(environ: Mapping[str, str]) -> Iterator[str]:
     numbers = {name: int(text) for name, text in texts.items() if re.fullmatch("[0-9]{1,6}", text)}
     for name, text in texts.items():
         if numbers.get(name, -1) < _RANK_VARIABLES[name]:
-            yield f"{name} is {shown(text)}, but should be a number from {_RANK_VARIABLES[name]} on: {remedy}"
+            yield f"{name} is {quoted(text)}, but should be a number from {_RANK_VARIABLES[name]} on: {remedy}"
             return
     for one, other in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if one in texts and other in texts and numbers[one] >= numbers[other]:

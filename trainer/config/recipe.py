@@ -22,7 +22,7 @@ from trainer.config.accelerate import policy_keys
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
 from trainer.config.section import KeyPath, replaced
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, quoted
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _DEEPEST = 32  # levels of nested lists and mappings
@@ -170,7 +170,7 @@ def _odd_values(value: Any, *path: str) -> Iterator[str]:
     for key, inner in inside:
         yield from _odd_values(inner, *path, str(key))
     if isinstance(value, str) and ("\0" in value or value != value.encode(errors="replace").decode()):
-        yield f"{'.'.join(path)} is {shown(value)}, but should be text in UTF-8 without NUL characters"
+        yield f"{'.'.join(path)} is {quoted(value)}, but should be text in UTF-8 without NUL characters"
 
 
 def _path(error: ErrorDetails, values: Any) -> KeyPath:
@@ -196,14 +196,14 @@ def _sentence(key: str, errors: list[ErrorDetails]) -> str:
         return f"{key} is now {new}: write {new}: {words}"
     if error["type"] == "extra_forbidden" and key in TRUNCATING:
         why = "when sampling is truncated the engine's probabilities are not the policy's"
-        return f"{key} is {shown(error['input'])}, but {why}: leave it out"
+        return f"{key} is {quoted(error['input'])}, but {why}: leave it out"
     if error["type"] == "extra_forbidden":
         return f"{key} is not a known key{_nearest(key)}"
     if error["type"] == "missing":
         return f"{key} is missing: set it in the recipe or by --{key}"
     if error["type"] == "string_pattern_mismatch":
-        return f"{key} is {shown(error['input'])}, but may have only letters, digits, '_', '-' and, inside, '.'"
-    return f"{key} is {shown(error['input'])}, but should {' or '.join(dict.fromkeys(map(_wanted, errors)))}"
+        return f"{key} is {quoted(error['input'])}, but may have only letters, digits, '_', '-' and, inside, '.'"
+    return f"{key} is {quoted(error['input'])}, but should {' or '.join(dict.fromkeys(map(_wanted, errors)))}"
 
 
 def _wanted(error: ErrorDetails) -> str:

@@ -7,7 +7,7 @@ from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED_KEYS, is_multimodal, model_config
 from trainer.config.placement import placement
 from trainer.config.schema import TrainConfig
-from trainer.errors import shown
+from trainer.errors import quoted
 
 
 def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
     if placement(config).apart:  # `check_placement` has the rest
         return
     if (home := sync.way.rpartition(":")[0]).endswith(".py") and not os.path.isfile(home):
-        yield f"sync.way: {shown(sync.way)} cannot be loaded: there is no file {home}"
+        yield f"sync.way: {quoted(sync.way)} cannot be loaded: there is no file {home}"
     if sync.way == "zero_copy":
         for reason in zero_copy_obstacles(config, ranks):
             yield f"sync.way: zero_copy shares whole weights between one rank and its engine, but {reason}"

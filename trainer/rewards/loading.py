@@ -9,7 +9,7 @@ from typing import Any
 
 from generation.importing import load
 from generation.trajectory import Trajectory
-from trainer.errors import Interrupted, UserError, shown
+from trainer.errors import Interrupted, UserError, quoted
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images")
@@ -124,7 +124,7 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
             raise
         except BaseException as error:  # the user's constructor may raise anything
             reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"reward {name!r} cannot be set up with kwargs {shown(kwargs)}: {reason}") from error
+            raise UserError(f"reward {name!r} cannot be set up with kwargs {quoted(kwargs)}: {reason}") from error
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))

@@ -15,7 +15,7 @@ from sharding.ranks import agreed
 from tests.support.bad_configs import Case, Folder, Outcome, search
 from trainer.cli import main
 from trainer.config.machine import device_gib, unwritable
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, quoted
 
 DEEP = "[" * 900 + "]" * 900
 MODEL = "model/config.json"
@@ -166,17 +166,14 @@ def test_an_error_agreed_by_all_ranks_is_still_a_sentence(
 
 def test_long_values_are_quoted_without_their_middle() -> None:
     for value in ("a" * 5000, 10**5000, json.loads(DEEP), {"a": ["b" * 300]}):
-        assert len(shown(value)) <= 80
-    assert shown("ab") == "'ab'" and shown(10**20) == str(10**20)
+        assert len(quoted(value)) <= 80
+    assert quoted("ab") == "'ab'" and quoted(10**20) == str(10**20)
 
 
-def test_a_long_sentence_loses_nothing_except_the_middle_of_a_long_word() -> None:
-    error = UserError(f"data.path: there is no file {'x' * 5000}: {'name another, or ' * 50}", "two\nlines")
-    first, second = str(error).splitlines()
-    before, after = first.split(" […] ")
-    assert before == "data.path: there is no file " + "x" * 103
-    assert after == "x" * 51 + f": {'name another, or ' * 50}".rstrip()
-    assert second == "two lines"
+def test_a_long_sentence_loses_nothing() -> None:
+    sentence = f"data.path: there is no file {'x' * 5000}: {'name another, or ' * 50}".rstrip()
+    error = UserError(sentence, "two\nlines")
+    assert str(error) == f"{sentence}\ntwo lines"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
