@@ -1,7 +1,7 @@
-"""Generation on vLLM: engines with an explicit life cycle, rollouts from one answer to agents, servers and services.
+"""Generation on vLLM: engines with an explicit life cycle, rollouts from single answers to agents, and servers.
 
 Nothing here imports the trainer or the weight path. The names below are loaded on first use, so that importing the
-package (a reward worker does, the command line does) costs nothing.
+package, as reward workers and the command line do, costs nothing.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""Exact ids: what the policy sampled stays as it was sampled, and a prompt begins with all ids it continues.
+"""Exact token ids: sampled ids are never encoded again, and a prompt begins with all ids that it continues.
 
-This is the one place that decides which answer continues which conversation. Prompts come as ids, as text or as chat
-messages. Text that is encoded again, and messages that are rendered again, may give other ids for an earlier answer,
-leave out its `<think>` block, or drop it; training on those would be training on tokens that were never sampled.
+This module alone decides which answer continues which conversation. Prompts come as ids, as text or as chat messages.
+If text is encoded again, or messages are rendered again, an earlier answer may get different ids, lose its `<think>`
+block, or be left out; training on the result would be training on tokens that were never sampled.
 """
 
 import hashlib
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
-_UNSEEN = re.compile(r"[\s�]+")  # whitespace, and the stand-in for bytes that are not text
+_IGNORED = re.compile(r"[\s�]+")  # in comparisons: whitespace, and the character for bytes that are not text
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # JSON's, in the arguments of tool calls
 _ANSWER = "<the answer>"  # stands for an answer where only the template's text after it is wanted
-BEFORE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+STAND_IN = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+"""A conversation to render before messages, where only the template's text after its answer is wanted."""
 
 
 @dataclass
@@ -38,19 +39,20 @@ class Generation:
     Attributes:
         logprobs: the engine's log-probability (nats) of each sampled token.
         finish_reason: vLLM's "stop", "length" or "abort"; "error" where there is no answer.
-        error: why there is no answer, where a failed request counts as one; otherwise empty.
-        weight_version: the policy version that answered; the newest of them, where there were several.
-        versions: as of `Trajectory`, counted from the first sampled token.
-        text, prompt_text: answer and prompt, decoded, where prompts come as text.
-        request_id, index: of vLLM's output and of its completion.
-        place: prompt and sample index, which decided the seed.
-        position: of its prompt in the call that asked for it.
-        off_policy: how its sampling parameters differ from training's, as a sentence; empty: not at all.
-        parent: the answer that its prompt continues.
+        error: why the request failed, where a failed request counts as an answer; otherwise empty.
+        weight_version: the policy version that answered; the newest one, if there were several.
+        versions: as in `Trajectory`, counted from the first sampled token.
+        text, prompt_text: the decoded answer and prompt, if prompts come as text.
+        request_id, index: the id of vLLM's output, and the index of its completion.
+        place: (prompt index, sample index), which determine the seed.
+        position: the position of its prompt in the call that asked for it.
+        off_policy: how its sampling parameters differ from those of training, as a sentence; empty if they do not.
+        parent: the answer that its prompt continues; None if there is none.
         continued: whether another prompt continues it.
-        routes: the experts of each token of prompt and answer but the last, [tokens - 1, layers, experts of a token],
-            where the engine tells them; as of the pass that computed what the last of them saw.
-        images, image_spans: of its prompt; as of `Trajectory`.
+        routes: the experts of each token of prompt and answer except the last, [tokens - 1, layers, experts of a
+            token], if the engine reports them. They are those of the forward pass that computed the keys and values
+            from which the last token was sampled.
+        images, image_spans: the images of its prompt, as in `Trajectory`.
     """
 
     token_ids: list[int]
@@ -82,12 +84,12 @@ class Generation:
 
     @property
     def ids(self) -> list[int]:
-        """Prompt and answer: the beginning of every prompt that continues it."""
+        """The ids of prompt and answer, with which every prompt that continues this answer begins."""
         return self.prompt_ids + self.token_ids
 
     @property
     def chain(self) -> list["Generation"]:
-        """All answers of its conversation up to this one, in order."""
+        """All answers of the conversation up to this one, in order."""
         chain = [self]
         while chain[-1].parent is not None:
             chain.append(chain[-1].parent)
@@ -95,7 +97,7 @@ class Generation:
 
 
 def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Generation]:
-    """One `Generation` for each completion of an output. Raises ValueError if it lacks log-probabilities."""
+    """Return one `Generation` for each completion of an output. Raises ValueError if log-probabilities are missing."""
     return [
         Generation(
             list(completion.token_ids),
@@ -114,7 +116,7 @@ def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Gen
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
-    """Log-probabilities (nats) of the sampled tokens of a `CompletionOutput`, flat or not, alone or beside others'."""
+    """Return the log-probabilities (nats) of a `CompletionOutput`'s sampled tokens, from vLLM's flat or nested form."""
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if logprobs is None or len(logprobs) != len(token_ids):
         count = "no" if logprobs is None else len(logprobs)
@@ -125,12 +127,12 @@ def sampled_logprobs(completion: Any) -> list[float]:
 
 
 def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Trajectory:
-    """One trajectory of answers each of which continues the one before.
+    """Join answers, each of which continues the one before, into one trajectory.
 
     Mask and log-probability are 0 on the ids between answers, and on answers whose `id()` is in `masked`. Raises
     ValueError where a prompt does not begin with all ids before it.
     """
-    done = Trajectory(
+    trajectory = Trajectory(
         *chain[0].place,
         prompt_ids=list(chain[0].prompt_ids),
         weight_version=chain[-1].weight_version,
@@ -140,21 +142,21 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
         image_spans=chain[-1].image_spans,
     )
     for generation in chain:
-        prompt, so_far = generation.prompt_ids, done.prompt_ids + done.response_ids
+        prompt, so_far = generation.prompt_ids, trajectory.prompt_ids + trajectory.response_ids
         if prompt[: len(so_far)] != so_far:
             raise ValueError(f"a prompt of {len(prompt)} ids does not begin with the {len(so_far)} ids before it")
-        done.extend(prompt[len(so_far) :])
-        done.answer_start = len(done.response_ids)
-        done.extend(generation.token_ids, None if id(generation) in masked else generation.logprobs)
-        done.routes = generation.routes
-    mark_versions(done, chain)
-    return done
+        trajectory.extend(prompt[len(so_far) :])
+        trajectory.answer_start = len(trajectory.response_ids)
+        trajectory.extend(generation.token_ids, None if id(generation) in masked else generation.logprobs)
+        trajectory.routes = generation.routes
+    mark_versions(trajectory, chain)
+    return trajectory
 
 
 def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None:
-    """Note which version sampled which token of a trajectory, from those of `answers` that are a part of it.
+    """Set the versions of a trajectory's tokens, from those of `answers` that are a part of it.
 
-    Tokens that came from elsewhere count to the answer before them, and before the first answer to that one.
+    Tokens that were not sampled get the version of the answer before them, or, before the first answer, of that one.
     """
     ids, prompt = trajectory.prompt_ids + trajectory.response_ids, len(trajectory.prompt_ids)
     versions, covered = list[tuple[int, int]](), prompt
@@ -171,17 +173,17 @@ def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None
 
 
 class History:
-    """The answers so far, each to be found by a prompt that continues it."""
+    """The answers so far, in which a prompt finds the answer that it continues."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self._by_prompt: dict[str | tuple[int, ...], list[Generation]] = {}  # text and ids, prompt and answer
-        self._lengths: set[int] = set()  # of those
+        self._by_prompt: dict[str | tuple[int, ...], list[Generation]] = {}  # by text and by ids of prompt and answer
+        self._lengths: set[int] = set()  # of the keys of `_by_prompt`
         self._by_chat: dict[str, list[tuple[Generation, Any]]] = {}
         self._by_position: dict[int, list[Generation]] = {}
 
     def add(self, generation: Generation, messages: Sequence[Message] | None = None) -> None:
-        """Keep an answer; `messages` are those its prompt was rendered from."""
+        """Keep an answer; `messages` are the ones from which its prompt was rendered."""
         self.generations.append(generation)
         if generation.token_ids:
             self._by_position.setdefault(generation.position, []).append(generation)
@@ -192,20 +194,21 @@ class History:
             self._by_chat.setdefault(_chat_key(messages), []).append((generation, None))
 
     def capture(self, generation: Generation) -> None:
-        """Keep an answer that continues the longest one whose prompt and answer its own prompt begins with."""
+        """Keep an answer, as a continuation of the longest answer so far with whose ids its prompt begins, if any."""
         if (parent := self.before(generation.prompt_ids)) is not None:
             generation.parent, parent.continued = parent, True
         self.add(generation)
 
     def record(self, messages: Sequence[Message], assistant_message: Message, generation: Generation) -> None:
         """Note the message that a client was given as the answer to `messages`."""
-        self._by_chat.setdefault(_chat_key(messages), []).append((generation, _said(assistant_message)))
+        self._by_chat.setdefault(_chat_key(messages), []).append((generation, _identity(assistant_message)))
 
     def before(self, prompt: str | Sequence[int], position: int | None = None) -> Generation | None:
-        """The answer that a prompt continues: the longest one whose prompt and answer it begins with, or None.
+        """Return the answer that a prompt continues: the longest one with whose prompt and answer it begins, or None.
 
-        An answer can have no text, as when it is EOS alone; then text must follow, or the prompt is the same one again.
-        The latest answer at the same `position` of its call is tried first: a prompt most often continues that one.
+        An answer may have no text, for example if it is EOS alone; a text prompt then continues it only if it is longer
+        than the answer's prompt, since it would otherwise be the same prompt again. The latest answer at the same
+        `position` of its call is tried first, since a prompt most often continues that one.
         """
         key = prompt if isinstance(prompt, str) else tuple(prompt)
 
@@ -224,21 +227,24 @@ class History:
         return None
 
     def known_prefix(self, messages: Sequence[Message], position: int | None = None) -> "KnownPrefix | None":
-        """The longest part of `messages` that ends with a known answer, or None; `position` as in `before`."""
+        """Return the longest prefix of `messages` that ends with a recorded answer; None if no answer was recorded.
+
+        `position` is as in `before`.
+        """
         for count in range(len(messages), 0, -1):
             if (message := messages[count - 1]).get("role") == "assistant":
                 answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
-                key = _said(message)
+                key = _identity(message)
                 if same := [g for g, noted in answers if (echoes(message, g.text) if noted is None else noted == key)]:
                     answer = _nearest(same, position)
                     return KnownPrefix(answer.ids, count, answer)
         return None
 
     def trajectories(self) -> list[Trajectory]:
-        """One trajectory for each answer that no other continues, in the order of their ends.
+        """Return one trajectory for each answer that no other continues, in the order in which these were added.
 
-        Where conversations part after common answers, these are in every trajectory, but masked in all except the
-        first, so that the masks sum to the number of sampled tokens.
+        Where conversations branch after common answers, all their trajectories contain these answers, but all except
+        the first mask them, so that the masks sum to the number of sampled tokens.
         """
         trajectories, learned = [], set[int]()
         for last in self.generations:
@@ -249,37 +255,38 @@ class History:
 
 
 def _nearest(answers: list[Generation], position: int | None) -> Generation:
-    """The samples of one prompt can be equal: each is continued once, and first at the same position of its call.
+    """Return the one of several equal answers that a prompt at `position` continues.
 
-    Positions change where a sampler leaves out conversations that are done, so they alone would not tell samples apart.
+    Samples of one prompt can be equal. Each is continued once, and preferably at the same position of its call.
+    Positions alone would not tell samples apart: they change where a sampler leaves out finished conversations.
     """
     waiting = [answer for answer in answers if not answer.continued]
     same_position = [answer for answer in waiting or answers if answer.position == position]
     return (same_position or waiting or answers[-1:])[0]
 
 
-def _said(message: Message) -> Any:
-    """Role, text, images and calls of a message. Names of calls, thoughts and extras are left out: clients differ in
-    them.
+def _identity(message: Message) -> Any:
+    """Return role, text, calls and images of a message, by which it is recognised; ids of calls, thoughts and extras
+    are left out, since clients differ in them.
     """
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
     content = message.get("content")
-    images = [] if content is None or isinstance(content, str) else [part for part in content if _no_text(part)]
+    images = [] if content is None or isinstance(content, str) else [part for part in content if _is_image(part)]
     digests = [hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest() for part in images]
     return [message.get("role"), content_text(content), called, *digests]
 
 
-def _no_text(part: Any) -> bool:
+def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and ("image_url" in part or part.get("type") == "image")
 
 
 def _chat_key(messages: Sequence[Message]) -> str:
-    return json.dumps([_said(message) for message in messages], sort_keys=True, default=str)
+    return json.dumps([_identity(message) for message in messages], sort_keys=True, default=str)
 
 
 def echoes(message: Message, text: str) -> bool:
-    """True if an assistant's message was made from a sampled text: it is the text, its end, or the tool calls in it."""
+    """Return True if an assistant's message was made from a sampled text: its text, its end, or its tool calls."""
     content = content_text(message.get("content")).strip()
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     for function in calls:  # name and arguments distinguish one sample's call from another's
@@ -295,11 +302,11 @@ def echoes(message: Message, text: str) -> bool:
 
 @dataclass(frozen=True)
 class KnownPrefix:
-    """Exact ids of the first `messages` messages, the last of which is an answer.
+    """Exact ids of the first `messages` messages of a conversation, the last of which is an answer.
 
     Attributes:
-        answer: the recorded one; None where a client says what the ids are.
-        rendered: the same messages as the chat template renders them, without a generation prompt.
+        answer: the recorded answer; None if a client has sent the ids.
+        rendered: the chat template's ids of the same messages, without a generation prompt.
     """
 
     ids: list[int]
@@ -309,8 +316,8 @@ class KnownPrefix:
 
 
 class ChatHistory(History):
-    """Conversations in messages. An answer is recognised by the messages before it and by its content, not by who sends
-    it back or in which form.
+    """A history of conversations in messages. An answer is recognised by the messages before it and by its content,
+    whichever client sends it back, and in whichever form.
 
     `retemplated` counts the prompts whose exact ids could not be kept, because the template does not show where an
     answer ends, or because tools have changed. They get the template's ids, and so begin a trajectory of their own.
@@ -325,7 +332,7 @@ class ChatHistory(History):
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **template_kwargs: Any
     ) -> list[int]:
-        """Token ids of a prompt for the next answer: those of the recorded answers, and the template's for the rest."""
+        """Return the ids of the next prompt: exact ids up to the last recorded answer, then the template's."""
 
         def render(part: Sequence[Message], **kwargs: Any) -> list[int]:
             plain = [template_message(message) for message in part]
@@ -340,7 +347,7 @@ class ChatHistory(History):
         return self.continued(replace(prefix, rendered=rendered), rendered_ids)
 
     def continued(self, prefix: KnownPrefix, rendered: Sequence[int]) -> list[int]:
-        """The prompt that the template renders as `rendered`, with the known ids where they can be kept."""
+        """Return the prompt that the template renders as `rendered`, with the exact ids of `prefix` where possible."""
         try:
             return replace_prefix_tokens(self._tokenizer, prefix.ids, prefix.rendered, rendered, self._ends)
         except ValueError:
@@ -349,14 +356,14 @@ class ChatHistory(History):
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates want it: content as text, or in parts where there are images, arguments of tool calls
-    as objects, None left out.
+    """Return a message in the form that chat templates expect: content as text, or in parts if there are images;
+    arguments of tool calls as objects; None left out.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
-    if isinstance(content, list) and any(map(_no_text, content)):
+    if isinstance(content, list) and any(map(_is_image, content)):
         plain["content"] = [
-            {"type": "image"} if _no_text(part) else {"type": "text", "text": content_text([part])} for part in content
+            {"type": "image"} if _is_image(part) else {"type": "text", "text": content_text([part])} for part in content
         ]
     else:
         plain["content"] = content_text(content)
@@ -369,14 +376,14 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> str:
-    """The text of a message's content: text itself, None, or a list of parts."""
+    """Return the text of a message's content, which is text, None, or a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """A call's arguments as an object; text that is not JSON stays as it is."""
+    """Return a call's arguments as an object; text that is not JSON stays as it is."""
     if isinstance(arguments, str):
         with suppress(ValueError):
             return json.loads(arguments)
@@ -384,25 +391,28 @@ def parsed_arguments(arguments: Any) -> Any:
 
 
 def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
-    """The ids that a chat template writes after any answer: its end, the messages, the opening of the next answer.
+    """Return the ids that a chat template writes after any answer: its end, the messages, and the next answer's header.
 
-    They do not depend on the conversation before, so a stand-in of two messages is rendered instead.
+    They do not depend on the conversation before, so that `STAND_IN` is rendered in its place.
     """
     template = {"add_generation_prompt": True, **template_kwargs}
-    rendered = tokenizer.apply_chat_template([*BEFORE, *messages], tokenize=False, **template)
+    rendered = tokenizer.apply_chat_template([*STAND_IN, *messages], tokenize=False, **template)
     return list(tokenizer(following(str(rendered)), add_special_tokens=False)["input_ids"])
 
 
 def following(rendered: str) -> str:
-    """The text behind the answer in what a chat template makes of `BEFORE` and messages. Raises ValueError."""
+    """Return the text after the answer in a chat template's rendering of `STAND_IN` and further messages.
+
+    Raises ValueError if the template does not render the answer unchanged.
+    """
     _, answer, text = rendered.partition(_ANSWER)
     if not answer:
-        raise ValueError("the chat template does not show an assistant's answer as it is: no turn can follow one")
+        raise ValueError("the chat template does not render an assistant's answer unchanged: no turn can follow one")
     return text
 
 
 def without_second_end(last_id: int, added: list[int], ends: Collection[int | None]) -> list[int]:
-    """`added` as it goes behind `last_id`: without the template's end where the answer has one of its own."""
+    """Return the ids `added` to follow `last_id`, without the template's end of the answer if the answer has an end."""
     return added[1:] if added and added[0] in ends and last_id in ends else added
 
 
@@ -413,25 +423,25 @@ def replace_prefix_tokens(
     template_token_ids: Sequence[int],
     eos_token_ids: Collection[int] | None = None,
 ) -> list[int]:
-    """The prompt of the next turn: the exact ids so far, then the template's ids behind the last answer.
+    """Return the prompt of the next turn: the exact ids so far, then the template's ids after the last answer.
 
-    The answer's end is taken once: the sampled one, or the template's where the answer was cut short. Everything after
-    it comes from the template.
+    The answer ends once, with the sampled end or, if the answer was cut short, with the template's. Everything after
+    the end comes from the template.
 
     Args:
-        model_prefix_token_ids: a prompt and the ids sampled for it. Empty: the template's ids come back as they are.
-        template_prefix_token_ids: the messages up to and with the last answer as the template renders them, without a
+        model_prefix_token_ids: a prompt and the ids sampled for it. If empty, the template's ids are returned.
+        template_prefix_token_ids: the template's ids of the messages up to and including the last answer, without a
             generation prompt.
-        template_token_ids: all messages, with the generation prompt.
+        template_token_ids: the template's ids of all messages, with the generation prompt.
         eos_token_ids: ids that end an answer; by default the tokenizer's.
 
-    Raises ValueError where the messages are not those of the ids, or it cannot be told where the last answer ends.
+    Raises ValueError where the messages do not belong to the ids, or the end of the last answer cannot be found.
     """
     if not model_prefix_token_ids:
         return list(template_token_ids)
     ends = eos_token_ids or tokenizer.eos_token_id
     if ends is None:
-        raise ValueError("the tokenizer has no EOS token, so nothing tells where an answer ends; name its ids")
+        raise ValueError("the tokenizer has no EOS token, so nothing tells where an answer ends: name eos_token_ids")
     ends = frozenset([ends] if isinstance(ends, int) else ends)
     turns = _Turns(tokenizer, ends, template_prefix_token_ids, template_token_ids)
     turns.check_history_of(model_prefix_token_ids)
@@ -441,7 +451,7 @@ def replace_prefix_tokens(
 class _Turns:
     """Two renderings of one conversation: up to its last answer, and to its end.
 
-    Segments are the ids between two ends; the last one follows the last end, and may be empty.
+    Segments are the ids between two EOS tokens; the last segment follows the last EOS token, and may be empty.
     """
 
     def __init__(
@@ -449,57 +459,58 @@ class _Turns:
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = ends
-        self._whole = list(rendered_ids)
+        self._all_ids = list(rendered_ids)
         template = getattr(tokenizer, "chat_template", None)
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
         *self._rendered, after = self._segments(until_answer)
         if not self._rendered:
             reason = "the chat template writes no EOS token behind answers, so the exact ids cannot be kept"
             raise ValueError(f"{reason}; its rendering ends with {self._text(after)[-80:]!r}")
-        # Both begin with the header of an assistant's turn (and in templates without one, with that of any turn).
+        # The last answer and the generation prompt begin with the header of an assistant's turn, or of any turn in
+        # templates that mark no assistant.
         pairs = zip(self._rendered[-1], self._segments(rendered_ids)[-1], strict=False)
         shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         self._header = [] if self._blank(shared) else shared
 
     def check_history_of(self, ids: Sequence[int]) -> None:
-        """Raise ValueError unless every rendered turn is one of those in `ids`, in their order, the last ones equal.
+        """Raise ValueError unless all rendered turns are turns of `ids`, in the same order, and the last turns match.
 
-        Turns that only `ids` has are ones that the template has dropped.
+        `ids` may have more turns, which the template has dropped.
         """
-        spoken = self._segments(ids)
-        if self._blank(spoken[-1]):
-            spoken.pop()
-        pairs = iter(spoken[:-1])
-        for turn in self._rendered[:-1]:
-            if not any(self._matches(turn, segment) for segment in pairs):
-                raise self._foreign(turn, "nothing of the kind")
-        if not spoken or not self._matches(self._rendered[-1], spoken[-1]):
-            raise self._foreign(self._rendered[-1], repr(self._text(spoken[-1])[-80:]) if spoken else "nothing")
+        turns = self._segments(ids)
+        if self._blank(turns[-1]):
+            turns.pop()
+        earlier = iter(turns[:-1])
+        for rendered in self._rendered[:-1]:
+            if not any(self._matches(rendered, turn) for turn in earlier):
+                raise self._mismatch(rendered, "no such turn")
+        if not turns or not self._matches(self._rendered[-1], turns[-1]):
+            raise self._mismatch(self._rendered[-1], repr(self._text(turns[-1])[-80:]) if turns else "nothing")
 
     def join(self, ids: Sequence[int]) -> list[int]:
-        """`ids`, closed once, and then the whole rendering behind the last answer."""
+        """Return `ids`, with one end of the last answer, and then the full rendering after that answer."""
         end, after = self._answer_end(), self._segments(ids)[-1]
         if not self._blank(after):
-            return [*ids, *self._whole[end:]]
-        rest = self._whole[end + 1 :]
-        if not _begins(rest, after):
-            raise ValueError("the prefix ids go on after their last EOS in another way than the chat template does")
+            return [*ids, *self._all_ids[end:]]
+        rest = self._all_ids[end + 1 :]
+        if not _starts_with(rest, after):
+            raise ValueError("after their last EOS the prefix ids differ from what the chat template writes")
         return [*ids, *rest[len(after) :]]
 
     def _answer_end(self) -> int:
-        """The position of the last answer's end in the whole rendering."""
-        places = [i for i, token in enumerate(self._whole) if token in self._ends]
-        turns, answer = self._segments(self._whole)[:-1], self._rendered[-1]
+        """Return the index of the last answer's end in the full rendering."""
+        places = [i for i, token in enumerate(self._all_ids) if token in self._ends]
+        turns, answer = self._segments(self._all_ids)[:-1], self._rendered[-1]
         if turns[: len(self._rendered)] == self._rendered:
             return places[len(self._rendered) - 1]
-        # The template has left something out of earlier turns; counting ends would step over a user's turn.
+        # The template has left something out of earlier turns: the n-th end may be that of a different turn.
         if self._header:
-            ends = [i for i, segment in enumerate(turns) if _begins(segment, self._header)][-1:]
-            ends = [i for i in ends if self._same(turns[i], answer) or self._remains(turns[i], answer)]
+            ends = [i for i, segment in enumerate(turns) if _starts_with(segment, self._header)][-1:]
+            ends = [i for i in ends if self._same(turns[i], answer) or self._is_remainder(turns[i], answer)]
         else:
             ends = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
         if len(ends) != 1:
-            reason = "the chat template renders the last answer otherwise when messages follow it"
+            reason = "the chat template renders the last answer differently when messages follow it"
             raise ValueError(f"{reason}, and it cannot be told where it ends: {self._text(answer)[-80:]!r}")
         return places[ends[0]]
 
@@ -516,29 +527,29 @@ class _Turns:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def _blank(self, ids: Sequence[int]) -> bool:
-        return not _UNSEEN.sub("", self._text(ids, skip_special_tokens=False))
+        return not _IGNORED.sub("", self._text(ids, skip_special_tokens=False))
 
     def _same(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """True if one is the other's text, retokenised, and perhaps without thoughts."""
+        """Return True if both have the same text, perhaps in different tokens or without thoughts."""
         if list(rendered) == list(original):
             return True
-        text, before = _UNSEEN.sub("", self._text(rendered)), self._text(original)
-        return text in (_UNSEEN.sub("", before), _UNSEEN.sub("", _THOUGHT.sub("", before)))
+        text, before = _IGNORED.sub("", self._text(rendered)), self._text(original)
+        return text in (_IGNORED.sub("", before), _IGNORED.sub("", _THOUGHT.sub("", before)))
 
-    def _remains(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """True if one consists of the other's words, in any order, and of words that the template adds; or if it is the
-        other's beginning, as a stop string may cut a word.
+    def _is_remainder(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
+        """Return True if `rendered` has only words of `original`, in any order, and of the template, or if `original`
+        begins with its text, since a stop string may cut a word.
         """
-        if _UNSEEN.sub("", self._text(original)).startswith(_UNSEEN.sub("", self._text(rendered))):
+        if _IGNORED.sub("", self._text(original)).startswith(_IGNORED.sub("", self._text(rendered))):
             return True
         return not set(_words(self._text(rendered)) - _words(self._text(original))) - self._template_words
 
-    def _matches(self, turn: list[int], segment: list[int]) -> bool:
-        answers = bool(self._header) and _begins(turn, self._header) and _begins(segment, self._header)
-        return self._same(turn, segment) or (answers and self._remains(turn, segment))
+    def _matches(self, rendered: list[int], original: list[int]) -> bool:
+        answers = bool(self._header) and _starts_with(rendered, self._header) and _starts_with(original, self._header)
+        return self._same(rendered, original) or (answers and self._is_remainder(rendered, original))
 
-    def _foreign(self, turn: list[int], instead: str) -> ValueError:
-        difference = f"they say {self._text(turn)[-80:]!r} where the ids have {instead}"
+    def _mismatch(self, rendered: list[int], instead: str) -> ValueError:
+        difference = f"they say {self._text(rendered)[-80:]!r} where the ids have {instead}"
         remedy = "send the ids of this conversation, or none"
         return ValueError(f"the messages do not belong to the prefix ids: {difference}; {remedy}")
 
@@ -548,5 +559,5 @@ def _words(text: str) -> Counter[str]:
     return Counter(re.findall(r"\w+", plain))
 
 
-def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
+def _starts_with(ids: Sequence[int], start: Sequence[int]) -> bool:
     return list(ids[: len(start)]) == list(start)

@@ -1,4 +1,4 @@
-"""Images of prompts and answers, and the one place that says how many tokens each of them takes.
+"""Images of prompts and answers, and the number of tokens that each of them takes.
 
 Nothing here imports Pillow, torch or Transformers before an image is read.
 """
@@ -27,21 +27,27 @@ ChatMessages = Sequence[Mapping[str, Any]]
 """Messages, each with its role and its content, which is text or a list of parts."""
 
 Spans = tuple[tuple[int, int], ...]
-"""(first index among the ids, length) of the tokens that each image's features take the place of, in their order."""
+"""For each image, in order, the tokens whose embeddings its features replace: (index among the ids, count)."""
 
 
 @contextmanager
-def subject(of: str) -> Iterator[None]:
-    """Prepends `of` to the message of a ValueError raised within, which is a sentence without its subject."""
+def subject(name: str) -> Iterator[None]:
+    """Puts `name` before the message of a ValueError raised in the block, which is a sentence without its subject."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{of} {error}") from error
+        raise ValueError(f"{name} {error}") from error
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """The largest image in pixels, the treatment of larger ones, and the largest that is decoded to be resized."""
+    """Limits on the size of an image.
+
+    Attributes:
+        max_pixels: the largest image that is used as it is.
+        larger: whether a larger image is refused or resized.
+        decoded: the largest image, in pixels, that is decoded to be resized.
+    """
 
     max_pixels: int = 1 << 22
     larger: Literal["refuse", "resize"] = "refuse"
@@ -50,13 +56,13 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class Image:
-    """An image as it was encoded. Two are equal where their digests are.
+    """An encoded image. Two images are equal if their digests and sizes are.
 
     Attributes:
         data: the file's bytes.
         digest: SHA-256 of `data`, in hexadecimal digits.
         size: width and height in pixels, the right way up.
-        name: which one of the data it is, "image 2 of row 5 of train.jsonl"; empty for others.
+        name: its place in the data, such as "image 2 of row 5 of train.jsonl"; empty for an image from elsewhere.
     """
 
     data: bytes = field(repr=False, compare=False)
@@ -66,10 +72,10 @@ class Image:
 
     @classmethod
     def read(cls, source: Any, limits: ImageLimits = ImageLimits()) -> Self:
-        """An image from a path, its bytes, a data URL, a Pillow image, or the `bytes` and `path` of a dataset's column.
+        """Read an image from a path, bytes, a data URL, a Pillow image, or `bytes` and `path` of a dataset's column.
 
-        One that has been read stays as it is; others are decoded once. Raises ValueError, a sentence about the image
-        without its subject: "is not an image …".
+        An `Image` is returned as it is; other sources are decoded once, to check them. Raises ValueError, whose message
+        is a sentence about the image without its subject: "is not an image …".
         """
         if isinstance(source, cls):
             return source
@@ -85,11 +91,11 @@ class Image:
         return cls(data, hashlib.sha256(data).hexdigest(), image.size)
 
     def open(self) -> "PIL.Image.Image":
-        """The pixels: RGB, the right way up, on white where it is transparent."""
+        """Return the decoded image: RGB, the right way up, on white where it is transparent."""
         return _decoded(self.data, ImageLimits(max_pixels=_BOMB))
 
     def data_url(self) -> str:
-        """The file as clients send it: data:image/…;base64."""
+        """Return the file as a data URL, in which form clients send images: data:image/…;base64."""
         from PIL import Image as Pillow
 
         kind = Pillow.open(io.BytesIO(self.data), formats=_FORMATS).get_format_mimetype()
@@ -97,7 +103,7 @@ class Image:
 
 
 def thumbnail(image: Image, side: int = 64) -> str:
-    """A small copy, as a data URL, for people to look at."""
+    """Return a small copy of an image, as a data URL, for a page."""
     small = image.open()
     small.thumbnail((side, side))
     return "data:image/png;base64," + base64.b64encode(_png(small)).decode()
@@ -136,9 +142,9 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
     allowed = min(max(limits.max_pixels, limits.decoded) if resized else limits.max_pixels, _BOMB)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the next lines refuse more
+            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the limit below is stricter
             image: PIL.Image.Image = Pillow.open(io.BytesIO(data), formats=_FORMATS)
-        pixels = image.width * image.height  # by its header: nothing has been decompressed
+        pixels = image.width * image.height  # from the header: nothing has been decompressed yet
         if pixels > allowed:
             name = "data.max_image_pixels" if allowed < _BOMB and not resized else "any image may have"
             raise ValueError(f"has {image.width} x {image.height} pixels, more than {name} ({allowed})")
@@ -165,12 +171,13 @@ def _png(image: "PIL.Image.Image") -> bytes:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image of a dataset, which is read anew wherever it is needed.
+    """An image of a dataset that is not kept in memory, but read again whenever it is needed.
 
     Attributes:
-        source: gives what `Image.read` takes.
-        digest, size: of the image that it makes of it.
-        name: of the image.
+        source: function that returns the image in a form that `Image.read` takes.
+        digest, size: digest and size of the image when it was first read.
+        limits: the limits with which it is read.
+        name: its place in the data.
     """
 
     source: Callable[[], Any] = field(repr=False, compare=False)
@@ -180,11 +187,11 @@ class StoredImage:
     name: str = "an image of the data"
 
     def read(self) -> Image:
-        """The image. Raises ValueError, naming it, where it is not what it was."""
+        """Read the image. Raises ValueError, naming it, if it has changed since it was first read."""
         with subject(self.name):
             image = Image.read(self.source(), self.limits)
             if image.digest != self.digest:
-                raise ValueError("has changed since the data were read: leave them as they are while a run goes on")
+                raise ValueError("has changed since the data were read: do not change data during a run")
         return replace(image, name=self.name)
 
 
@@ -205,10 +212,12 @@ class PromptInput:
 def split_images(
     messages: ChatMessages, sources_elsewhere: Sequence[Any] = ()
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages in which an image is `{"type": "image"}` and nothing more, and the sources of their images in order.
+    """Return messages in which an image is `{"type": "image"}` and nothing more, and the images' sources in order.
 
-    A part of a message holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the place of
-    the next of `sources_elsewhere`. Raises ValueError, a sentence without its subject, where those are fewer or more.
+    A part of a message either holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the
+    place of the next of `sources_elsewhere`. If the messages have no images, `sources_elsewhere` are put before the
+    text of the first user message. Raises ValueError, whose message is a sentence without its subject, where places and
+    sources are not equally many.
     """
     rest, plain, sources = iter(sources_elsewhere), [], []
     for message in messages:
@@ -217,8 +226,8 @@ def split_images(
             parts = [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
             for part in parts:
                 if (kind := part.get("type")) in ("image", "image_url"):
-                    if (source := _own_source(part)) is None and (source := next(rest, None)) is None:
-                        raise ValueError("has a place for an image without one")
+                    if (source := _source_in(part)) is None and (source := next(rest, None)) is None:
+                        raise ValueError("has a place for an image, but no image for it")
                     sources.append(source)
                 elif kind not in ("text", None) or not isinstance(part.get("text"), str):
                     raise ValueError(f"has a message with a part of the type {kind!r}: it must be text or image")
@@ -237,7 +246,7 @@ def split_images(
     return plain, sources
 
 
-def _own_source(part: Mapping[str, Any]) -> Any:
+def _source_in(part: Mapping[str, Any]) -> Any:
     for name in ("image", "image_url", "url", "path"):
         if (source := part.get(name)) is not None:
             return source.get("url") if name == "image_url" and isinstance(source, Mapping) else source
@@ -250,7 +259,7 @@ class ImageRules:
 
     Attributes:
         most: the largest number of images in a prompt and its answer together.
-        max_bytes: of the images that come up in one episode, as they are encoded.
+        max_bytes: the largest sum of the encoded sizes of one episode's images.
         fetch: whether clients' images at remote addresses are fetched.
     """
 
@@ -261,7 +270,7 @@ class ImageRules:
     fetch: bool = False
 
     def read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
-        """Images of these sources. Raises ValueError, a sentence without its subject, naming the first wrong one."""
+        """Read images. Raises ValueError, whose message is a sentence without its subject, naming the first bad one."""
         if len(sources) > self.most:
             raise ValueError(f"has {len(sources)} images, more than data.max_images = {self.most}")
         images: list[Image] = []
@@ -270,42 +279,43 @@ class ImageRules:
                 images.append(Image.read(source, self.limits))
         return tuple(images)
 
-    def check_bytes(self, images: Iterable[Image], row: Collection[str]) -> None:
-        """Raise ValueError, a sentence without its subject, where images of one episode are too large together; those
-        whose digest is of the `row` do not count.
+    def check_bytes(self, images: Iterable[Image], row_digests: Collection[str]) -> None:
+        """Raise ValueError, whose message is a sentence without its subject, where the images of one episode are too
+        large together. Images of the data's row, which have a digest in `row_digests`, do not count.
         """
-        sizes = {image.digest: len(image.data) for image in images if image.digest not in row}
+        sizes = {image.digest: len(image.data) for image in images if image.digest not in row_digests}
         if (size := sum(sizes.values())) > self.max_bytes:
             most = self.max_bytes >> 20
             raise ValueError(f"has images of {size} bytes, more than rollout.max_image_mib = {most}")
 
 
 class ImageProcessor:
-    """A model's processor, as Transformers has it: from text and images to ids, and from images to features."""
+    """A model's processor of Transformers, which makes ids of text and images, and features of images."""
 
     def __init__(
         self, folder: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None, trust_remote_code: bool = False
     ) -> None:
-        """The processor saved in `folder`. Raises ValueError where there is none for images."""
+        """Load the processor saved in `folder`. Raises ValueError if there is none for images."""
         from transformers import AutoProcessor
 
-        named = {} if tokenizer is None else {"tokenizer": tokenizer}
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, **named)
+        options = {} if tokenizer is None else {"tokenizer": tokenizer}
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
         if getattr(processor, "image_processor", None) is None or not getattr(processor, "image_token", None):
             raise ValueError(f"{folder} holds no processor for images (preprocessor_config.json)")
         self._processor = processor
         self.tokenizer: PreTrainedTokenizerBase = processor.tokenizer
-        self.image_token: str = processor.image_token  # as it stands in text before it is expanded, once an image
+        self.image_token: str = processor.image_token  # placeholder in text, once for each image
         self._replacement = functools.lru_cache(maxsize=4096)(self._replacement_of)
 
     def expand(
         self, prompt: str | ChatMessages, images: Sequence[Image], *, special: bool | None = None, **template: Any
     ) -> tuple[list[int], Spans]:
-        """The ids of a prompt, text or messages, in which each image has as many tokens as it has features, and where.
+        """Return the ids of a prompt, in which each image has as many tokens as it has features, and the images' spans.
 
-        `special`: whether the tokenizer adds its special tokens; None: to text, since a template writes its own.
-        `template` goes to the chat template; a generation prompt is added by default. Raises ValueError, a sentence
-        about the prompt without its subject, where it has not one placeholder for each image.
+        The prompt is text or messages. `special` says whether the tokenizer adds its special tokens; by default it adds
+        them to text only, since a chat template writes its own. `template` holds arguments of the chat template; a
+        generation prompt is added by default. Raises ValueError, whose message is a sentence about the prompt without
+        its subject, where the prompt does not have one placeholder for each image.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, **template)
         if (count := text.count(self.image_token)) != len(images):
@@ -319,12 +329,12 @@ class ImageProcessor:
         return ids, self.spans(ids, images)
 
     def render(self, messages: ChatMessages, **template: Any) -> str:
-        """Messages, whose content may be a list of parts, as the chat template writes them; not expanded."""
+        """Return the chat template's text of messages, whose content may be lists of parts; images are not expanded."""
         settings = {"add_generation_prompt": True, **template}
         return str(self._processor.apply_chat_template([*map(dict, messages)], tokenize=False, **settings))
 
     def spans(self, ids: Sequence[int], images: Sequence[Image]) -> Spans:
-        """Where the images' tokens are in expanded ids that nothing was sampled of."""
+        """Return the spans of the images' tokens in expanded ids, none of which may have been sampled."""
         if not images:
             return ()
         [kinds] = self._processor.create_mm_token_type_ids([list(ids)])
@@ -334,7 +344,7 @@ class ImageProcessor:
             count = self.tokens(image.size)
             run = places[begin : begin + count]
             if len(run) < count or run[-1] - run[0] != count - 1:
-                raise ValueError(f"has {len(places)} image tokens, which are not {count} in a row for each image")
+                raise ValueError(f"has {len(places)} image tokens, but not {count} in a row for one of its images")
             spans.append((run[0], count))
             begin += count
         if begin != len(places):

@@ -1,4 +1,4 @@
-"""Objects named by import strings, `pkg.mod:Name` or `path/file.py:Name`: the only loader of user code."""
+"""Loads user code: objects named by import strings, `pkg.mod:Name` or `path/file.py:Name`."""
 
 import difflib
 import gc
@@ -18,7 +18,7 @@ from generation.undoing import undone_by
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """For imports of a thousand modules, of which nothing is garbage: to look for it takes a quarter of their time."""
+    """Disable garbage collection in the block: it takes a quarter of the time of importing a thousand modules."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -29,19 +29,19 @@ def without_collections() -> Iterator[None]:
 
 
 def load(spec: str) -> Any:
-    """The object that `spec` names; a file is imported once, whatever asks for it. Raises ValueError: the form is
-    wrong, the module or file is not there or fails to import, or it lacks the name.
+    """Return the object that `spec` names; a file is imported only once. Raises ValueError where the form is wrong, the
+    module or file is missing or cannot be imported, or it lacks the name.
     """
     home, colon, name = spec.rpartition(":")
     if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{spec!r:.80} names nothing that can be imported: write pkg.mod:Name or path/file.py:Name")
+        raise ValueError(f"{spec!r:.80} is not an import string: write pkg.mod:Name or path/file.py:Name")
     try:
         value: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except FileNotFoundError as error:
         raise ValueError(f"{spec!r} cannot be loaded: {error}") from error
-    except BaseException as error:  # whatever the user's module does while it is imported
+    except BaseException as error:  # the user's module may raise anything
         if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
-            raise  # a signal's, by the caller's own handler
+            raise  # raised by the caller's handler of a signal
         raise ValueError(f"{spec!r} cannot be loaded: importing it raised {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(value, part):
@@ -61,7 +61,7 @@ def _load_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # as it has for every .py
+    assert spec is not None and spec.loader is not None  # true of every .py file
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     with undone_by(lambda: sys.modules.pop(name)):
         spec.loader.exec_module(module)
@@ -69,8 +69,8 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def importable(spec: str) -> str:
-    """`module:Name` for `path/file.py:Name`, whose folder joins the end of the search path, which children inherit:
-    vLLM's own processes find it, too. Raises ValueError where there is no such file.
+    """Return `module:Name` for `path/file.py:Name`, and any other spec as it is. Raises ValueError if there is no such
+    file. Its folder is appended to the search path, which child processes inherit, so that vLLM's find the module, too.
     """
     home, colon, name = spec.rpartition(":")
     if not home.endswith(".py"):

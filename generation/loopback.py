@@ -5,17 +5,17 @@ from contextlib import suppress
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
+    """Return True if a name or address means this machine to every program: `localhost`, 127.0.0.0/8 or ::1."""
     with suppress(ValueError):
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
 
 
 def foreign_host(header: str) -> str:
-    """The host that a request's Host header names, if that is not this machine; else nothing.
+    """Return the host that a request's Host header names, or "" if that is this machine or the header is empty.
 
-    A page whose name is made to resolve to 127.0.0.1 would otherwise read answers: DNS rebinding. HTTP/1.0 leaves the
-    header out.
+    Servers refuse other hosts, since a web page whose name is made to resolve to 127.0.0.1 could otherwise read answers
+    (DNS rebinding). The header may be empty, since HTTP/1.0 leaves it out.
     """
     host = header.strip()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -1,4 +1,4 @@
-"""The one record that rollouts produce and the trainer consumes."""
+"""The record that rollouts produce and the trainer consumes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,28 +20,28 @@ class Trajectory:
 
     Attributes:
         prompt_index: position of the prompt in the step's batch.
-        sample_index: which of the group's samples, from 0. Trajectories with both indices in common are of one episode.
+        sample_index: index of the sample in its group, from 0. Trajectories with equal indices belong to one episode.
         logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
             (temperature applied); 0.0 where `loss_mask` is 0.
-        weight_version: the policy version that generated it; the newest of them, where there were several.
+        weight_version: the policy version that generated it; the newest one, if there were several.
         versions: (weight version, index of the first response token sampled by it), both ascending, from index 0 on. By
-            default all is of `weight_version`; where they are given, that is the last of them.
+            default `weight_version` has sampled all tokens; if `versions` are passed, it is set to the last of them.
         finish_reason: "stop", "length" (an answer or the context was cut), "max_turns" or "error".
-        turns: how many times the policy answered.
-        answer_start: where its last answer begins in `response_ids`; reward functions see the text from there on.
-        text: the whole response, decoded, special tokens left out; or `decoded`.
-        decoded: a sampler's own text of the answer, shown and rewarded in place of the ids'; None: it has none.
-        vote: what the last answer comes down to where answers are put to the vote; None: nothing.
-        reward: what the environment or the rollout function gave; the trainer adds the reward functions' sum. An
-            episode's reward is that of its last trajectory.
-        turn_rewards: of each answer, in order, where the environment rewards turns; they are part of `reward`.
-        metrics: figures of this trajectory. Names that begin with "tools/" or "server/" are summed over a step;
-            of those with "client/" it is the mean. Under "reward/errors/FUNCTION/KIND" stands 1 where one failed.
-        routes: a mixture's, where the engine tells them; see `Generation`.
-        images: in the order of their tokens in prompt and response.
-        image_spans: (index in `prompt_ids + response_ids`, count) of each image's tokens. Others with the same id are
-            not images' (https://github.com/modelscope/ms-swift/issues/9287): the policy may sample them.
-        reward_error: why a reward function failed on it; empty where none did.
+        turns: the number of the policy's answers.
+        answer_start: index in `response_ids` at which the last answer begins; reward functions see the text from there.
+        text: the whole response, decoded, without special tokens; or `decoded`, if there is one.
+        decoded: a sampler's own text of the answer, displayed and rewarded instead of the decoded ids; None: no text.
+        vote: the value that counts for the last answer in a majority vote; None: no value.
+        reward: the reward from the environment or the rollout function; the trainer adds the sum of the reward
+            functions. An episode's reward is that of its last trajectory.
+        turn_rewards: the reward of each answer, in order, if the environment rewards turns; they are part of `reward`.
+        metrics: numbers about this trajectory, by name. Over a step, those that begin with "tools/" or "server/" are
+            summed, and those with "client/" are averaged. "reward/errors/FUNCTION/KIND" is 1 where a function failed.
+        routes: the experts that a mixture's routers chose, if the engine reports them; see `Generation`.
+        images: the images, in the order of their tokens in prompt and response.
+        image_spans: (index in `prompt_ids + response_ids`, count) of each image's tokens. Other tokens with the same id
+            belong to no image, since the policy may sample them (https://github.com/modelscope/ms-swift/issues/9287).
+        reward_error: why a reward function failed on it; empty if none has failed.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
 
@@ -86,10 +86,10 @@ class Trajectory:
 
 
 def checked_versions(versions: Iterable[Sequence[int]], tokens: int, place: str) -> list[tuple[int, int]]:
-    """The versions that sampled `tokens` tokens, as (version, index of its first token), of which every token has one.
+    """Return `versions`, pairs of a version and the index of its first token, checked to cover `tokens` tokens.
 
-    Raises ValueError, which begins with `place`, where the first does not begin at 0, or one begins after the end, or
-    versions or indices do not ascend.
+    Raises ValueError, whose message begins with `place`, where the first version does not begin at 0, one begins after
+    the last token, or versions or indices do not ascend.
     """
     pairs = [(int(version), int(start)) for version, start in versions]
     starts = [start for _, start in pairs]
@@ -103,7 +103,7 @@ def checked_versions(versions: Iterable[Sequence[int]], tokens: int, place: str)
 
 
 def merged_versions(versions: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Versions without those that only repeat the one before."""
+    """Return versions without those that only repeat the one before."""
     merged: list[tuple[int, int]] = []
     for version, start in versions:
         if not merged or version != merged[-1][0]:
@@ -112,26 +112,26 @@ def merged_versions(versions: Iterable[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def checked_reward(value: Any, description: str) -> float:
-    """A reward that can be learned from: a number that is finite as a float32. Raises ValueError, which begins with
+    """Return a reward as a number, checked to be finite as a float32. Raises ValueError, whose message begins with
     `description`: "the client returned nan, which is not a finite float32".
     """
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
-    except OverflowError:  # of a large int
+    except OverflowError:  # a large int
         number = math.inf
-    except (TypeError, ValueError, RuntimeError) as error:  # the last two are of arrays and tensors
+    except (TypeError, ValueError, RuntimeError) as error:  # arrays and tensors raise the last two
         raise ValueError(f"{description} {type(value).__name__}, which is not a number") from error
-    with np.errstate(over="ignore"):  # of a number beyond any float32
+    with np.errstate(over="ignore"):  # a number beyond any float32
         if np.isfinite(np.float32(number)):
             return number
     raise ValueError(f"{description} {number}, which is not a finite float32")
 
 
 def check_rewards(trajectory: Trajectory, source: str) -> None:
-    """Make `checked_reward`s of all that an episode was given, in place. Raises ValueError, naming `source`, for these
-    and for names of rewards and figures that cannot be written.
+    """Replace all rewards of a trajectory by their `checked_reward`, in place. Raises ValueError, naming `source`, for
+    a reward that fails that check, and for names of rewards or metrics that are not valid Unicode.
     """
     for name in (*trajectory.reward_parts, *trajectory.metrics):
         if name != name.encode(errors="replace").decode():
@@ -147,7 +147,7 @@ def check_rewards(trajectory: Trajectory, source: str) -> None:
 
 
 class Placed(Protocol):
-    """The numbers that identify a sample of a prompt."""
+    """An object with the two indices that identify a sample of a prompt."""
 
     prompt_index: int
     sample_index: int
@@ -157,9 +157,10 @@ P = TypeVar("P", bound=Placed)
 
 
 def by_episode(trajectories: Iterable[P]) -> list[list[P]]:
-    """Trajectories grouped by the episode they come from, both in the order given; no list is empty.
+    """Return trajectories grouped by episode; episodes, and the trajectories of each, keep their order.
 
-    Most episodes give one. A rollout function may give several, and an OpenAI client gives one for each conversation.
+    Most episodes have one trajectory. A rollout function may return several, and an OpenAI client makes one for each
+    conversation.
     """
     episodes: dict[tuple[int, int], list[P]] = {}
     for trajectory in trajectories:
@@ -171,10 +172,10 @@ def plain(value: Any) -> Any:
     """Returns a value of a trajectory as plain types, for `msgspec` to write."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.shape, value.tobytes()
-    return value.item()  # a number, of NumPy, say
+    return value.item()  # a NumPy number
 
 
 def array(_: type, packed: tuple[str, list[int], bytes]) -> np.ndarray:
-    """An array as `plain` has it, for `msgspec` to read."""
+    """Return the array that `plain` has packed, for `msgspec` to read."""
     dtype, shape, data = packed
     return np.frombuffer(data, dtype).reshape(shape)

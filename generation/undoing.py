@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if the block raises anything, and let that propagate."""
+    """Call `undo` if the block raises anything, and let the error propagate."""
     try:
         yield
     except BaseException:

@@ -1,12 +1,12 @@
-"""YAML files that include others, with defaults that the environment overrides.
+"""Reads YAML files that include other files, with defaults that environment variables override.
 
-    includes: [base.yaml, sizes.yaml]        # relative to this file; later ones win, what stands here wins over all
+    includes: [base.yaml, sizes.yaml]        # relative to this file; later files win, and this file wins over them all
     engine:
-      includes: [engine.yaml]                # one level down, too: what that file holds becomes part of this section
-      max_num_seqs: ${MAX_SEQS:64}           # the variable MAX_SEQS if it is set, else 64
+      includes: [engine.yaml]                # also inside a section: that file's contents become part of the section
+      max_num_seqs: ${MAX_SEQS:64}           # the environment variable MAX_SEQS if it is set, else 64
 
-A value is read as YAML, also when it comes from the environment: `${NAME:[1, 2]}` is a list, `${NAME:}` is null. Within
-a longer text it is inserted as it stands. Everything else that begins with `${` is OmegaConf's own.
+A value is read as YAML, even if it comes from the environment: `${NAME:[1, 2]}` is a list, `${NAME:}` is null. Within
+a longer text it is inserted unchanged. OmegaConf interprets everything else that begins with `${`.
 """
 
 import os
@@ -23,14 +23,14 @@ from omegaconf.grammar_visitor import GrammarVisitor
 
 INCLUDES = "includes"
 
-_MOST_TEXT, _OF_A_REFERENCE = 2**20, 2**9  # characters that interpolations may come to, and that each counts for
+_MOST_CHARACTERS, _LEAST_CHARACTERS = 2**20, 2**9  # that all interpolations may insert; that each one counts for
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """A file's mapping with its includes merged in and its defaults filled in; `${a.b}` is left to be resolved. Raises
-    ValueError where a file is missing, is not a mapping in valid YAML, or includes itself; it is named, and the files
-    that led to it.
+    """Return a file's mapping with includes merged and defaults filled in, but `${a.b}` not yet resolved. Raises
+    ValueError, naming the file and those that include it, where a file is missing, is not a mapping in valid YAML, or
+    includes itself.
     """
     merged = OmegaConf.create(_read(path, ()))
     assert isinstance(merged, DictConfig)
@@ -38,7 +38,7 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
-    """A value of plain containers with every `${NAME:default}` in it replaced."""
+    """Return a value of plain containers with every `${NAME:default}` in it replaced."""
     if isinstance(value, dict):
         return {key: fill_defaults(inner, environ) for key, inner in value.items()}
     if isinstance(value, list):
@@ -51,32 +51,33 @@ def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
 
 
 class _CountingVisitor(GrammarVisitor):
-    """Counts what is inserted before it joins a text, since OmegaConf (2.4) has no limit of its own."""
+    """Limits the characters that interpolations insert, since OmegaConf (2.4) does not; counts before inserting."""
 
-    left = 0  # characters
+    characters_left = 0
 
     def visitInterpolation(self, ctx: Any) -> Any:
-        return self.spend(super().visitInterpolation(ctx), least=_OF_A_REFERENCE)
+        return self.spend(super().visitInterpolation(ctx), least=_LEAST_CHARACTERS)
 
     @classmethod
     def spend(cls, value: Any, least: int = 0) -> Any:
-        cls.left -= max(least, len(str(value)))
-        if cls.left < 0:
+        cls.characters_left -= max(least, len(str(value)))
+        if cls.characters_left < 0:
             raise ValueError
         return value
 
 
 def resolve(value: dict[str, Any]) -> dict[str, Any]:
-    """A mapping of plain containers with OmegaConf's interpolations resolved. Raises ValueError where they come to more
-    than 2^20 characters, before that memory is taken, and OmegaConf's own errors where one cannot be resolved.
+    """Return a mapping of plain containers with OmegaConf's interpolations resolved. Raises ValueError where they
+    insert more than 2^20 characters, before that memory is used, and OmegaConf's errors where one cannot be resolved.
     """
-    vars(omegaconf.base)["GrammarVisitor"], _CountingVisitor.left = _CountingVisitor, _MOST_TEXT + len(str(value))
+    vars(omegaconf.base)["GrammarVisitor"] = _CountingVisitor
+    _CountingVisitor.characters_left = _MOST_CHARACTERS + len(str(value))
     try:
         return _plain(OmegaConf.create(value))  # type: ignore[no-any-return]
     except (ValueError, OmegaConfBaseException) as error:
-        if _CountingVisitor.left >= 0:
+        if _CountingVisitor.characters_left >= 0:
             raise
-        text = f"interpolations come to more than {_MOST_TEXT} characters: have fewer of them name each other"
+        text = f"interpolations insert more than {_MOST_CHARACTERS} characters: let fewer of them refer to others"
         raise ValueError(text) from error
     finally:
         vars(omegaconf.base)["GrammarVisitor"] = GrammarVisitor
@@ -91,7 +92,7 @@ def _plain(node: Any) -> Any:
 
 
 def _typed(text: str, name: str) -> Any:
-    """A value as OmegaConf reads it from a file: YAML, and 1e-5 is a number."""
+    """Parse a value as OmegaConf does in a file: as YAML, except that 1e-5 is a number."""
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
@@ -99,7 +100,7 @@ def _typed(text: str, name: str) -> Any:
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """One file, includes and all; `above` are the files that include it."""
+    """Read one file with its includes; `above` are the files that include it, the outermost first."""
     loaded = _load(path, above)
     if os.path.realpath(path) in map(os.path.realpath, above):
         cycle = " includes ".join([str(above[0]), *(file.name for file in (*above[1:], path))])
@@ -112,7 +113,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """The contents of the files that `values` includes, overridden by `values` itself."""
+    """Return the contents of the files that `values` includes, overridden by `values` itself."""
     if INCLUDES not in values:
         return values
     section = dict(values)
@@ -124,7 +125,7 @@ def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Pa
     try:
         merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, section]))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {key}: what stands there does not merge with it: {first_line(error)}") from error
+        raise ValueError(f"{path}: {key}: these files do not merge with this one: {first_line(error)}") from error
     return OmegaConf.to_container(merged, resolve=False)  # type: ignore[return-value]
 
 
@@ -144,5 +145,5 @@ def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its type where it has none."""
+    """Return the first line of an error's text, or the name of its type if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

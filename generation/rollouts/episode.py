@@ -12,7 +12,7 @@ from generation.engine.image_inputs import ImageCountError
 from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors
-from generation.exact_ids import BEFORE, Generation, encode_following, following, without_second_end
+from generation.exact_ids import STAND_IN, Generation, encode_following, following, without_second_end
 from generation.images import Image, ImageRules, Spans, split_images, subject
 from generation.trajectory import Trajectory
 
@@ -252,7 +252,7 @@ class Conversation(Trajectory):
         else:
             messages, sources = split_images(messages)
             images = self.read_images(sources)
-            text = following(rules.processor.render([*BEFORE, *messages], **template))
+            text = following(rules.processor.render([*STAND_IN, *messages], **template))
             added, spans = rules.processor.expand(text, images, special=False)
         kept = without_second_end((self.response_ids or self.prompt_ids)[-1], added, self._ends)
         begin = len(self.ids) + len(kept) - len(added)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from generation.exact_ids import BEFORE, Generation, History, following, template_message, without_second_end
+from generation.exact_ids import STAND_IN, Generation, History, following, template_message, without_second_end
 from generation.images import Image, ImageRules, PromptInput, Spans, StoredImage, split_images, subject
 from generation.rollouts.episode import RolloutSettings
 
@@ -186,7 +186,7 @@ class PromptReader:
             messages = _with_images(plain, images)
         plain = [template_message(message) for message in messages]
         if (prefix := self.history.known_prefix(messages, position)) and (parent := prefix.answer):
-            text = following(self._rendered([*BEFORE, *plain[prefix.messages :]], **kwargs))
+            text = following(self._rendered([*STAND_IN, *plain[prefix.messages :]], **kwargs))
             seen = self._then(_seen(parent), text, images, parent)
             text = self.tokenizer.decode(seen.ids)
             return self._checked(Request(seen, text, position, parent.place, parent, messages))

@@ -112,7 +112,7 @@ def test_data_with_another_image_has_another_fingerprint_and_a_changed_file_is_t
         ({"prompt": "a", "image": ["pictures/98.png"] * 4}, "has 4 images, more than data.max_images = 3"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": []},
-            "has a place for an image without",
+            "has a place for an image, but no image",
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": ["pictures/98.png"] * 2},

@@ -84,7 +84,7 @@ def test_what_follows_an_answer_is_what_the_template_writes() -> None:
 
 
 def test_a_template_that_hides_answers_is_named() -> None:
-    with pytest.raises(ValueError, match="does not show an assistant's answer"):
+    with pytest.raises(ValueError, match="does not render an assistant's answer unchanged"):
         encode_following(small_tokenizer("{{ messages[-1].content }}"), [{"role": "user", "content": "x"}], {})
 
 

@@ -163,7 +163,7 @@ def test_interpolations_that_multiply_are_refused_before_they_fill_the_memory(
         recipe.write_text(yaml.safe_dump(text))
         assert main(["train", str(recipe), "--dry-run"]) == 2
         said = capsys.readouterr().err
-        assert "interpolations come to more than 1048576 characters" in said and said.count("\n") == 1
+        assert "interpolations insert more than 1048576 characters" in said and said.count("\n") == 1
     text["rollout"]["kwargs"] = {"long": "x" * 2**21}  # no interpolation
     recipe.write_text(yaml.safe_dump(text))
     assert len(load_config(recipe, []).rollout.kwargs["long"]) == 2**21
