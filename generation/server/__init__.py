@@ -1,6 +1,6 @@
-"""vLLM's OpenAI-compatible server on an engine in training: exact ids, captured trajectories, no surprises.
+"""Serves an engine in training through vLLM's OpenAI-compatible API, with exact token ids and captured trajectories.
 
-A socket is bound once; vLLM's application and uvicorn run on the engine's event loop.
+The server binds its socket once. vLLM's application and uvicorn run on the engine's event loop.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from generation.engine.slices import Turnstile
 from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
-from generation.server.connections import bounded
+from generation.server.connections import with_limits
 from generation.server.conversations import Conversations, ServedConversation, ServerSettings, TooManyConversations
-from generation.server.gate import OF_VLLM, PLACES, Gate
+from generation.server.gate import TRAJECTORY_PATH, VLLM_PATHS, Gate
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
 from generation.undoing import undone_by
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["OpenAIServer", "ServerSettings", "TooManyConversations"]
 
 STOP_SECONDS = 5.0
-"""How long requests may take to end when the server stops."""
+"""The seconds that requests may take to end when the server stops."""
 
 
 class OpenAIServer:
-    """An OpenAI-compatible server for an engine; made by `start`, on the engine's event loop, and stopped there.
+    """An OpenAI-compatible server for an engine; `start` makes it on the engine's event loop, where it is also stopped.
 
-    `base_url` is as OpenAI's clients want it, `http://127.0.0.1:<port>/v1`.
+    `base_url` has the form that OpenAI's clients expect: `http://127.0.0.1:<port>/v1`.
     """
 
     def __init__(
-        self, settings: ServerSettings, sock: socket.socket, server: "uvicorn.Server", open_: Conversations
+        self, settings: ServerSettings, sock: socket.socket, server: "uvicorn.Server", conversations: Conversations
     ) -> None:
         self.settings = settings
-        self._conversations = open_
+        self._conversations = conversations
         self._server = server
         self._socket = sock
         host, port = sock.getsockname()[:2]
@@ -50,24 +50,24 @@ class OpenAIServer:
 
     @classmethod
     async def start(cls, worker: Engine, settings: ServerSettings | None = None) -> Self:
-        """Serve a running engine from now on. Raises ValueError where it cannot listen, or there is no tokenizer."""
+        """Start serving a running engine. Raises ValueError if it cannot listen, or the engine has no tokenizer."""
         import uvicorn
 
         settings = settings or ServerSettings()
         sock = bind(settings.host, settings.port)
         with undone_by(sock.close):
             gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
-            # The lifespan would freeze this process's garbage (vllm/entrypoints/launchers/utils/server_utils.py).
+            # vLLM's lifespan would call gc.freeze() in this process (vllm/entrypoints/launchers/utils/server_utils.py).
             config = uvicorn.Config(gate, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120)
             config.load()
-            config.http_protocol_class = bounded(config.http_protocol_class)  # type: ignore[arg-type]
+            config.http_protocol_class = with_limits(config.http_protocol_class)  # type: ignore[arg-type]
             server = uvicorn.Server(config)
-            app.state.server = server  # vLLM tells it to stop when the engine has died
+            app.state.server = server  # vLLM stops the server through this when the engine has died
         started = cls(settings, sock, server, conversations)
         while not server.started:
             if started._task.done():
                 started._task.result()
-                raise RuntimeError("the server ended while it started")
+                raise RuntimeError("the HTTP server ended before it was ready")
             await asyncio.sleep(0.01)
         return started
 
@@ -87,13 +87,19 @@ class OpenAIServer:
         turnstile: Turnstile | None = None,
         row_images: tuple[Image, ...] = (),
     ) -> str:
-        """Begin to capture answers under `key` (by default a new one that cannot be guessed); gives the key.
+        """Start to capture answers under `key`, by default a new key that cannot be guessed. Returns the key.
 
-        A client sends it as its API key, or, where the settings allow it, in the header `x-hotbunk-trajectory`, which
-        opens a trajectory by itself. `sampling` is by default the server's; where requests name no seed, theirs derives
-        from `seed`; they are answered by weights of `policy_version` only, if given, or, with a `turnstile`, slice by
-        slice by the version that its gate is open for: they wait where it is closed. `row_images` are those that
-        the client has from its row, which do not count among those that come up.
+        A client sends the key as its API key. Where the settings allow it, a client may instead send a key of its
+        choice in the header `x-hotbunk-trajectory`, which opens a trajectory without a call of this method.
+
+        Args:
+            key: the trajectory's key.
+            sampling: how requests have to be sampled; by default as the server's settings say.
+            seed: requests that name no seed get one that is derived from it.
+            policy_version: the only version of the weights that may answer; None allows any.
+            turnstile: has requests answered slice by slice, by the version that its gate is open for; while the gate is
+                closed, they wait.
+            row_images: the images of the client's dataset row, which do not count towards an episode's limit.
         """
         sampling = self.settings.sampling if sampling is None else sampling
         new = ServedConversation(
@@ -107,23 +113,29 @@ class OpenAIServer:
         return self._conversations.open(new).key
 
     def address(self, key: str) -> str:
-        """A base URL for one trajectory's clients, where requests without its key count as lost. KeyError: not open."""
-        return self.base_url.removesuffix("/v1") + PLACES + self._conversations[key].place + "/v1"
+        """Returns the base URL for one trajectory's clients; requests to it without the trajectory's key are counted.
+
+        Raises KeyError if the trajectory is not open.
+        """
+        return self.base_url.removesuffix("/v1") + TRAJECTORY_PATH + self._conversations[key].place + "/v1"
 
     def lost_keys(self, key: str) -> int:
-        """Requests to the trajectory's own address refused for lack of its key. Raises KeyError if it is not open."""
+        """Returns how many requests to the trajectory's address lacked its key. Raises KeyError if it is not open."""
         return self._conversations[key].counts["lost_keys"]
 
     def fatal(self, key: str) -> Exception | None:
-        """The error of a request after which no trajectory would fare better. Raises KeyError if it is not open."""
+        """Returns the error of a request that would fail in any other trajectory, too, or None.
+
+        Raises KeyError if the trajectory is not open.
+        """
         return self._conversations[key].fatal
 
     def take(self, key: str) -> list[Trajectory]:
-        """The trajectories captured under `key`, which is then forgotten. Raises KeyError if it is not open."""
+        """Returns the trajectories captured under `key`, and forgets the key. Raises KeyError if it is not open."""
         return self._conversations.take(key)
 
     async def stop(self) -> None:
-        """Answer no more, and end the requests that still run; safe to call twice."""
+        """Stop accepting requests, and end those that still run. Safe to call twice."""
         self._server.should_exit = True
         done, _ = await asyncio.wait({self._task}, timeout=STOP_SECONDS)
         if not done:
@@ -133,7 +145,7 @@ class OpenAIServer:
 
 
 async def _application(worker: Engine, settings: ServerSettings, local: bool) -> tuple[Gate, Any, Conversations]:
-    """vLLM's application on the engine: behind the gate, and by itself; and the conversations that it captures."""
+    """Builds vLLM's application on the engine. Returns the gate, the application, and the conversations captured."""
     from fastapi.exceptions import RequestValidationError
 
     if worker.settings.extra.get("skip_tokenizer_init"):
@@ -143,10 +155,10 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     config = worker.llm.model_config
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
     app = await build_openai_app(ServedEngine(worker, settings, limits, conversations), settings)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in OF_VLLM]
-    app.user_middleware.clear()  # authentication is the gate's, and pages of other origins have no business here
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
+    app.user_middleware.clear()  # the gate authenticates, and web pages of other origins are not to be allowed
 
-    @app.exception_handler(RequestValidationError)  # vLLM's own lists all that pydantic has tried, over many lines
+    @app.exception_handler(RequestValidationError)  # vLLM's own lists every type that pydantic tried, on many lines
     async def invalid(_: Any, error: RequestValidationError) -> "Response":
         return error_response(400, sentence_of(error.errors(), error.body))
 
@@ -154,7 +166,7 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; handed on as it is, so that no other process can take its port in between."""
+    """Returns a listening socket; uvicorn gets the socket itself, so that no other process can take its port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

@@ -1,4 +1,4 @@
-"""The bodies of requests, checked and completed before vLLM sees them, and of its answers, with exact ids added."""
+"""Checks and completes the bodies of requests before vLLM sees them, and adds exact ids to vLLM's answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,23 +11,23 @@ from starlette.types import Message, Send
 
 from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import KnownPrefix, replace_prefix_tokens
-from generation.server.conversations import STUMBLES, Refused, ServedCall, StoredResponses, as_key
-from generation.server.dialects import MESSAGES, RESPONSES, add_event, said_in
+from generation.server.conversations import VLLM_ERRORS, Refused, ServedCall, StoredResponses, as_key
+from generation.server.dialects import MESSAGES, RESPONSES, add_event, message_in
 
 Body = dict[str, Any]
-CARRIED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""The fields that answers carry beside their text, and that a client may send back with them."""
+EXACT_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""The fields with exact ids that answers carry beside their text, and that a client may send back."""
 
 _FAILED = b'data: {"error"'
 _TOO_DEEP = "the request is nested too deeply"
 
 LARGEST = 4096
-"""The most entries of a list whose entries take time: messages are tried against many forms, words are tokenized."""
+"""The most entries of a list that takes time: messages are validated against many types, and words are tokenized."""
 
 
 def parse_body(raw: bytes) -> Body:
-    """The JSON object that a request holds. Refused where it is something else, nested beyond reason, or holds halves
-    of surrogate pairs, which are not text.
+    """Parses a request's body. Raises Refused where it is not a JSON object, is nested too deeply, or holds half of a
+    surrogate pair, which is not text.
     """
     try:
         body = json.loads(raw)
@@ -45,7 +45,7 @@ def parse_body(raw: bytes) -> Body:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request, beyond those of vLLM itself; in answers, or in tokens."""
+    """The limits of one request that vLLM does not have: `choices` and `answers` count answers, the others tokens."""
 
     choices: int
     answers: int
@@ -53,33 +53,36 @@ class Limits:
     vocabulary: int
 
     def check_sizes(self, body: Body) -> None:
-        """Raise `Refused` for lists longer than any sensible request's, before time goes into their entries."""
-        most = dict.fromkeys(("messages", "input", "tools"), min(self.context, LARGEST)) | {"bad_words": LARGEST}
-        most |= dict.fromkeys(("prompt", "tokens"), self.context)
-        most |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), self.vocabulary)
-        for name, limit in most.items():
+        """Raise `Refused` for lists longer than in any sensible request, before their entries take time."""
+        limits = dict.fromkeys(("messages", "input", "tools"), min(self.context, LARGEST)) | {"bad_words": LARGEST}
+        limits |= dict.fromkeys(("prompt", "tokens"), self.context)
+        limits |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), self.vocabulary)
+        for name, limit in limits.items():
             prompts = body[name] if name == "prompt" and isinstance(body.get(name), list) else []
             for value in (body.get(name), *prompts):
                 if isinstance(value, list | dict) and len(value) > limit:
                     raise Refused(400, f"{name} has {len(value)} entries, but may have at most {limit}")
 
     def check(self, request: Any) -> None:
-        """Raise `Refused` for too much of anything in vLLM's own, parsed request: "129" and 129.0 have become 129."""
+        """Raise `Refused` where a request asks for too many answers, or has a number that is too large.
+
+        `request` is parsed by vLLM already, so that "129" and 129.0 have become 129.
+        """
         n, prompt = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         if n > self.choices:
             raise Refused(400, f"n is {short(n)}, but must be at most {self.choices}")
         if n * prompts > self.answers:
-            raise Refused(400, f"{prompts} prompts with n {n} ask for more than {self.answers} answers: ask in parts")
+            raise Refused(400, f"{prompts} prompts with n {n} ask for more than {self.answers} answers: split them up")
         for name, value in vars(request).items():
-            if isinstance(value, int) and abs(value) >= 2**63:  # more than a message to the engine holds
-                raise Refused(400, f"{name} is {short(value)}, which is out of all bounds")
+            if isinstance(value, int) and abs(value) >= 2**63:  # messages to the engine hold integers of 64 bits
+                raise Refused(400, f"{name} is {short(value)}, which does not fit in 64 bits")
         if (best := (request.model_extra or {}).get("best_of")) is not None and best != n:
-            raise Refused(400, f"best_of is {short(best)}, but this server picks none from several: leave it out")
+            raise Refused(400, f"best_of is {short(best)}, but this server returns every sample: leave it out")
 
 
 def short(value: Any) -> str:
-    """The beginning of a value's repr."""
+    """Returns the first 60 characters of a value's repr."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
 
@@ -90,35 +93,35 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
     A value that may have several types has errors for each of them. The sentence is about the type that the value comes
     closest to: its `type` field matches, it fits to the greatest depth, and it has the fewest errors.
     """
-    places: dict[tuple[Any, ...], list[tuple[list[str], Mapping[str, Any]]]] = {}
+    by_types: dict[tuple[Any, ...], list[tuple[list[str], Mapping[str, Any]]]] = {}
     for error in errors:
-        where, tried = _place(error, body)
-        places.setdefault(tried, []).append((where, error))
+        where, types = _locate(error, body)
+        by_types.setdefault(types, []).append((where, error))
 
     def closeness(errors: list[tuple[list[str], Mapping[str, Any]]]) -> tuple[bool, int, int]:
         other_type = any(error["type"] == "literal_error" and where[-1:] == ["type"] for where, error in errors)
         return not other_type, max(len(where) - (error["type"] == "missing") for where, error in errors), -len(errors)
 
-    where, error = max(places.values(), key=closeness)[0]
+    where, error = max(by_types.values(), key=closeness)[0]
     return f"{'.'.join(where) or 'the request'}: {error['msg']}"
 
 
-def _place(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, ...]]:
-    """The path into the body of what an error is about, and the types that pydantic has tried on the way."""
-    where, tried, value, (_, *path) = list[str](), list[Any](), body, error["loc"]
+def _locate(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, ...]]:
+    """Returns the path in the body of the value that an error is about, and the types that pydantic tried for it."""
+    where, types, value, (_, *path) = list[str](), list[Any](), body, error["loc"]
     for part in path:
-        there = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
-        if part in there:
+        keys = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        if part in keys:
             where, value = [*where, str(part)], value[part]
         elif error["type"] != "missing" or part != path[-1]:
-            tried.append(part)
-    return where + [str(path[-1])] * (error["type"] == "missing"), tuple(tried)
+            types.append(part)
+    return where + [str(path[-1])] * (error["type"] == "missing"), tuple(types)
 
 
 def fill_sampling(request: Any, trained: SamplingSettings) -> None:
-    """Fill in training's values where the client left them open: nobody has chosen vLLM's own defaults.
+    """Fill in training's sampling settings where the client left them open, instead of vLLM's defaults.
 
-    `request` is vLLM's own, parsed. Refused where it asks for an answer longer than in training, or beam search.
+    `request` is parsed by vLLM. Raises Refused where it asks for a longer answer than in training, or for beam search.
     """
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if getattr(request, name) is None:
@@ -131,13 +134,13 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
         if (asked := vars(request).get(name) or 0) > trained.max_tokens:
             raise Refused(400, f"{name} is {short(asked)}, but answers are trained up to {trained.max_tokens} tokens")
     if getattr(request, "use_beam_search", False):
-        raise Refused(400, "use_beam_search is set, but the policy is trained on what it samples: leave it out")
+        raise Refused(400, "use_beam_search is set, but the policy is trained on sampled answers: leave it out")
 
 
 def check_unforced(request: Any) -> None:
-    """Raise `Refused`, in the words of the client's own parameter, where it forces the form of the answer.
+    """Raise `Refused` where a parameter forces the form of the answer; the error names it as the client does.
 
-    `request` is vLLM's own, parsed, before vLLM has made a grammar of it.
+    `request` is parsed by vLLM, which has not yet made a grammar of such parameters.
     """
     choice = getattr(request, "tool_choice", None)
     asked = {"tool_choice": None if getattr(choice, "type", choice) in ("none", "auto") else choice}
@@ -147,19 +150,20 @@ def check_unforced(request: Any) -> None:
     for name, value in asked.items():
         if value is not None and getattr(value, "type", None) != "text":
             value = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
-            reason = "forces the answer's form, but the policy is trained on answers whose form is its own choice"
+            reason = "forces the answer's form, but the policy is trained on answers whose form it has chosen itself"
             raise Refused(400, f"{name} is {short(value)}: it {reason}; leave it out")
 
 
 def take_prefix(body: Body, vocabulary: int) -> KnownPrefix | None:
-    """Take the ids that the client wants to be kept out of the body, and give them with the messages they stand for.
+    """Removes from a body the ids that the client wants to keep, and returns them; None where there are none.
 
-    They are `required_prefix_token_ids`, up to the last answer (an empty list: none), or else `prompt_token_ids` and
-    `generation_token_ids` of the last message that has any. Refused where they are not ids of this model.
+    They are `required_prefix_token_ids`, which stand for the messages up to the last answer, or else `prompt_token_ids`
+    and `generation_token_ids` of the last message that has any. An empty list means that no ids are to be kept. Raises
+    Refused where they are not ids of this model.
     """
     messages = readable_messages(body)
     required = body.pop("required_prefix_token_ids", None)
-    carried = [(i, [m.pop(name, None) for name in CARRIED]) for i, m in enumerate(messages)]
+    carried = [(i, [m.pop(name, None) for name in EXACT_FIELDS]) for i, m in enumerate(messages)]
     if required is not None and messages:
         last = max((i + 1 for i, m in enumerate(messages) if m.get("role") == "assistant"), default=len(messages))
         ids = _ids("required_prefix_token_ids", required, vocabulary)
@@ -179,13 +183,13 @@ def _ids(name: str, value: Any, vocabulary: int) -> list[int]:
 
 
 def readable_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The request's messages; none where they are something else, which vLLM will say."""
+    """Returns the request's messages, or an empty list where they are not readable, which vLLM will report."""
     messages = body.get("messages")
     return messages if isinstance(messages, list) and all(isinstance(m, dict) for m in messages) else []
 
 
 def exact_prompt(prefix: KnownPrefix, tokenizer: Any, rendered: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Return the prompt rendered as `rendered`, with exact ids. Refused if they belong to another prompt."""
+    """Returns the ids of a rendered prompt, beginning with exact ids. Raises Refused if those are of another prompt."""
     try:
         return replace_prefix_tokens(tokenizer, prefix.ids, prefix.rendered, rendered, eos_token_ids)
     except ValueError as error:
@@ -193,7 +197,7 @@ def exact_prompt(prefix: KnownPrefix, tokenizer: Any, rendered: list[int], eos_t
 
 
 def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
-    """The request to /tokenize whose ids are those of the first messages, without the opening of an answer."""
+    """Returns the request that has /tokenize render the first messages, without the opening of an answer."""
     wanted = {name: body[name] for name in ("model", "tools", "chat_template", "add_special_tokens") if name in body}
     kwargs = {name: body[name] for name in ("reasoning_effort", "documents") if body.get(name) is not None}
     kwargs |= body.get("chat_template_kwargs") or {}
@@ -202,7 +206,7 @@ def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
 
 
 class AnswerSender:
-    """A sender of vLLM's answer to one call, which it completes; `kept` takes responses that others may continue."""
+    """Completes vLLM's answer to one call, and sends it. `kept` stores the responses that later requests continue."""
 
     def __init__(
         self, request: Request, send: Send, call: ServedCall, kept: StoredResponses, previous: str | None
@@ -217,11 +221,11 @@ class AnswerSender:
         self._streams = False
         self._begun = False
         self._waiting = b""
-        self._said: dict[int, dict[str, Any]] = {}
+        self._messages: dict[int, dict[str, Any]] = {}
         self._blocks: list[dict[str, Any]] = []
 
     async def send(self, message: Message) -> None:
-        """In the place of the server's `send`."""
+        """Take one message of vLLM's application, in place of the server's `send`."""
         if message["type"] == "http.response.start":
             self._start = message
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
@@ -231,9 +235,9 @@ class AnswerSender:
         more = message.get("more_body", False)
         if self._streams and not self._begun:
             if self._call.refused is not None or self._waiting.startswith(_FAILED):
-                return  # before anything was said, so the error is an answer of its own
+                return  # nothing was sent yet, so `finish` can send the error as a response with its status
             if self._path == RESPONSES and more and not self._call.taken:
-                return  # it says that it begins before the request has been looked at
+                return  # vLLM sends the first events of a response before the engine has accepted the request
             await self._send(self._start)
             self._begun = True
         if self._streams:
@@ -242,12 +246,14 @@ class AnswerSender:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def finish(self, error: Exception | None) -> None:
-        """Send the answer, unless it was streamed; `error` is whatever the application raised after it had answered."""
+        """Send the answer, unless it was streamed; `error` is what the application raised after it had answered."""
         if not self._begun:
-            await self._whole(error)(self._request.scope, self._request.receive, self._send)
+            await self._response(error)(self._request.scope, self._request.receive, self._send)
 
-    def _whole(self, error: Exception | None) -> Response:
-        """vLLM's checks of a request stumble over some; errors before the engine answers mean a bad request."""
+    def _response(self, error: Exception | None) -> Response:
+        """Returns the response to send. vLLM's own checks crash on some requests, so an error that it raises before the
+        engine has begun to answer is reported as a bad request.
+        """
         status, refused = self._start.get("status", 500), self._call.refused
         if refused is not None and (status >= 400 or self._streams):
             return error_response(refused.status, str(refused))
@@ -256,8 +262,8 @@ class AnswerSender:
             return error_response(error_body["code"], error_body["message"])
         if isinstance(error, RecursionError) and not self._call.taken:
             return error_response(400, _TOO_DEEP)
-        if isinstance(error, STUMBLES) and not self._call.taken:
-            return error_response(400, f"the request makes no sense to vLLM: {type(error).__name__}: {error}")
+        if isinstance(error, VLLM_ERRORS) and not self._call.taken:
+            return error_response(400, f"vLLM cannot read the request: {type(error).__name__}: {error}")
         if status == 400 and self._call.open_ended and b"max_tokens must be at least 1" in self._waiting:
             return error_response(400, "the prompt fills the context and leaves no room for an answer")
         if self._start and status >= 400:
@@ -271,13 +277,13 @@ class AnswerSender:
                 self._complete_answer(answer)
             return as_json(status, answer)
         if not self._start:
-            return error_response(500, "the request was not answered")
+            return error_response(500, "vLLM has not answered the request")
         answered = Response(self._waiting, status)
         answered.raw_headers = self._start["headers"]
         return answered
 
     def _keep(self, index: int, message: dict[str, Any] | None, place: dict[str, Any]) -> None:
-        """Put a finished choice's ids and log-probabilities in their place, and remember a chat's message."""
+        """Add a finished choice's ids and log-probabilities to `place`, and record a chat's message in the history."""
         generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
             return
@@ -285,14 +291,14 @@ class AnswerSender:
             message = message or {"role": "assistant", "content": ""}
             conversation.history.record(self._call.messages, message, generation)
             if self._call.turns is not None and not message.get("content") and not message.get("tool_calls"):
-                conversation.silent.add(as_key(self._call.turns))
-        # JSON has no minus infinity; the number in its place is vLLM's own choice.
+                conversation.answered_empty.add(as_key(self._call.turns))
+        # JSON has no minus infinity, which vLLM writes as -9999.0, too.
         logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
-        place.update(zip(CARRIED, (generation.prompt_ids, generation.token_ids, logprobs), strict=True))
+        place.update(zip(EXACT_FIELDS, (generation.prompt_ids, generation.token_ids, logprobs), strict=True))
 
     def _complete_answer(self, answer: dict[str, Any]) -> None:
-        """As `_keep`, of another dialect's whole answer; a response is kept for those that continue it."""
-        self._keep(0, said_in(self._path, answer), answer)
+        """Add ids to a complete answer of another dialect; a response is stored for requests that continue it."""
+        self._keep(0, message_in(self._path, answer), answer)
         if self._path == RESPONSES:
             answer |= {"previous_response_id": self._previous, "store": self._call.items is not None}
             if self._call.items is not None:
@@ -301,7 +307,7 @@ class AnswerSender:
                 kept.keep(answer["id"], self._call.items + answer["output"])
 
     def _event(self, event: bytes) -> bytes:
-        """One event of a stream: the answer's words are collected, and its end carries what whole answers carry."""
+        """Returns one event of a stream. The text is collected, so that the last event can carry ids, as answers do."""
         kind, _, data = event.rpartition(b"data: ")
         if not data.startswith(b"{") or (self._path not in (RESPONSES, MESSAGES) and b'"choices"' not in data):
             return event
@@ -309,13 +315,14 @@ class AnswerSender:
         if self._path == MESSAGES:
             add_event(self._blocks, chunk)
             if chunk["type"] == "message_delta":
-                self._keep(0, said_in(MESSAGES, {"content": self._blocks}), chunk)
+                self._keep(0, message_in(MESSAGES, {"content": self._blocks}), chunk)
         if self._path == RESPONSES and chunk["type"] == "response.completed":
             self._complete_answer(chunk["response"])
         if self._path in (RESPONSES, MESSAGES):
             return kind + b"data: " + json.dumps(chunk).encode()
         for choice in chunk["choices"]:
-            message = self._said.setdefault(choice["index"], {"role": "assistant", "content": "", "tool_calls": []})
+            empty: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+            message = self._messages.setdefault(choice["index"], empty)
             _add_delta(message, choice.get("delta") or {})
             if choice.get("finish_reason") is not None:
                 self._keep(choice["index"], message, choice.get("delta", choice))
@@ -333,7 +340,7 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def _message_of(answer: bytes) -> str:
-    """The message of an error that vLLM or its web framework has answered with."""
+    """Returns the message in an error response of vLLM or of its web framework."""
     try:
         body = json.loads(answer)
         return str(body["error"]["message"] if "error" in body else body["detail"])
@@ -342,14 +349,14 @@ def _message_of(answer: bytes) -> str:
 
 
 def as_json(status: int, answer: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response; Starlette's own refuses NaN, and characters that are half of a pair."""
+    """Returns a JSON response; Starlette's own class refuses NaN and halves of surrogate pairs."""
     return Response(json.dumps(answer), status, headers, "application/json")
 
 
 def error_response(status: int, text: str) -> Response:
-    """An error in the form OpenAI's clients know, on one line of less than 300 characters.
+    """Returns an error in the form that OpenAI's clients expect, on one line of less than 300 characters.
 
-    Where the request's body was not read to its end, the connection ends with it.
+    A status for a body that was not read to its end also closes the connection.
     """
     kind = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
     sentence = " ".join(text.split())

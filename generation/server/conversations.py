@@ -1,4 +1,4 @@
-"""A server's settings, the conversations that it captures, by the keys that clients send, and their requests."""
+"""The settings of a server, the conversations that it captures under clients' keys, and the requests in them."""
 
 import hashlib
 import json
@@ -21,23 +21,24 @@ class ServerSettings:
 
     Attributes:
         model_name: the name by which clients call the model.
-        host: the address to listen on; beyond loopback only if asked.
-        port: 0 takes a free one.
-        api_key: the bearer token that clients have to send; a key of an open trajectory will do, too. None lets
-            everybody in who reaches the address.
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
+        api_key: the bearer token that clients have to send; the key of an open trajectory is accepted, too. None lets
+            in everybody who reaches the address.
         header_keys: whether a request may open a trajectory of its own, under the key in `x-hotbunk-trajectory`.
-        sampling: the training configuration. Requests that would be sampled otherwise are refused; None takes all.
+        sampling: the training configuration; requests that would be sampled otherwise are refused. None accepts all.
         eos_token_ids: ids that end an answer; by default the tokenizer's.
         keep_exact_ids: whether prompts keep the ids of earlier answers; False leaves them to the chat template.
         tool_parser: vLLM's name for the form of tool calls in the model's answers; None offers no tools.
-        reasoning_parser: vLLM's name for the form of thoughts, which are then told apart from the answer.
-        max_conversations: how many trajectories are captured at a time; those that requests open by header count apart
-            from those that the program opens, and cannot take their room.
-        max_choices: largest `n` of a request.
-        max_answers: how many answers a request may have over all its prompts.
-        max_body_bytes: largest request; with images as much more as those of a trajectory take in base64, twice.
-        body_timeout_s: how long a client may take to send its request's body.
-        image_rules: how images in chats are treated; None: there are none.
+        reasoning_parser: vLLM's name for the form of thoughts, which are then separated from the answer.
+        max_conversations: the most trajectories that are captured at a time. Those that requests open by header are
+            counted separately, so that they cannot take the room of those that the program opens.
+        max_choices: the largest `n` of a request.
+        max_answers: the most answers to a request, over all its prompts.
+        max_body_bytes: the largest body of a request. With images, three times the bytes that a trajectory's images may
+            have are added, which is room for them twice in base64.
+        body_timeout_s: seconds that a client may take to send its request's body.
+        image_rules: how images in chats are treated; None refuses images.
     """
 
     model_name: str = "policy"
@@ -58,12 +59,12 @@ class ServerSettings:
     image_rules: ImageRules | None = None
 
 
-STUMBLES = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
-"""The errors that vLLM raises over requests that its own checks have missed."""
+VLLM_ERRORS = (AttributeError, KeyError, IndexError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""The errors that vLLM raises for malformed requests that pass its own checks."""
 
 
 FIGURES = {
-    "retemplated": "prompts that were rendered anew because exact ids could not be kept",
+    "retemplated": "prompts that were rendered again because exact ids could not be kept",
     "strict_ignored": "requests in training whose strict tools, or calls one at a time, were not enforced",
     "lost_keys": "requests refused because a trajectory's client had lost its key",
     "unread_calls": "answers with tool calls that vLLM's parser could not read",
@@ -72,12 +73,12 @@ FIGURES = {
 
 
 def as_key(turns: list[Any]) -> str:
-    """The messages of a chat, or the items of a response, in a form that can be looked up."""
+    """Returns the messages of a chat, or the items of a response, as text that can be looked up."""
     return json.dumps(turns, sort_keys=True)
 
 
 class Refused(ValueError):
-    """The refusal of a request with an HTTP status and one sentence. A ValueError: vLLM blames the client for it."""
+    """Refuses a request with an HTTP status and one sentence. vLLM answers a ValueError as the client's mistake."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -85,40 +86,40 @@ class Refused(ValueError):
 
 
 class TooManyConversations(Refused):
-    """The refusal of a trajectory because as many are open as the server keeps."""
+    """Refuses to open a trajectory because the server has reached its limit of open ones."""
 
 
 KEPT_BYTES = 32 << 20
-"""The bytes of earlier responses that are kept for requests that continue them."""
+"""The most bytes of earlier responses that are stored for requests that continue them."""
 
 
 class StoredResponses(OrderedDict[str, bytes]):
-    """All items of a response and before it, as JSON by the response's id; the oldest give way beyond `KEPT_BYTES`."""
+    """Stores the items up to each response, as JSON by its id. Beyond `KEPT_BYTES` the oldest are dropped."""
 
     def keep(self, name: str, items: list[dict[str, Any]]) -> None:
-        """Keep a response's items, its own output included."""
+        """Store a response's items, its own output included."""
         self[name] = json.dumps(items).encode()
         while sum(map(len, self.values())) > KEPT_BYTES:
             self.popitem(last=False)
 
-    def whole_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Take `previous_response_id` out of a request, and put all items before the request into its input.
+    def full_input(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Replaces `previous_response_id` in a request by all items before the request. Returns the full input.
 
-        vLLM's own store keeps everything for ever, for everybody, and leaves tool calls out
-        (vllm/entrypoints/openai/responses/utils.py, construct_input_messages). Refused where the id is not known, or
-        the request asks for more of such a store.
+        vLLM's own store keeps every response for ever, for every client, and leaves tool calls out
+        (vllm/entrypoints/openai/responses/utils.py, construct_input_messages). Raises Refused where the id is unknown,
+        or the request needs another kind of store.
         """
         for name in ("background", "conversation"):
             if body.get(name):
-                raise Refused(400, f"{name} is set, but this server keeps only responses: use previous_response_id")
+                raise Refused(400, f"{name} is set, but this server stores only responses: use previous_response_id")
         new_input, previous = body.get("input"), body.pop("previous_response_id", None)
         items = [{"role": "user", "content": new_input}] if isinstance(new_input, str) else new_input
         if not isinstance(items, list):
-            return []  # vLLM will say
+            return []  # vLLM will report the mistake
         if previous is not None:
             if not isinstance(previous, str) or previous not in self:
-                where = "a trajectory keeps its own until it ends"
-                raise Refused(404, f"previous_response_id {str(previous)[:80]!r} is not known here: {where}")
+                where = "responses are stored with their trajectory, until it ends"
+                raise Refused(404, f"previous_response_id {str(previous)[:80]!r} is not known: {where}")
             items = json.loads(self[previous]) + items
             body["input"] = items
         return items
@@ -129,17 +130,19 @@ class ServedConversation:
     """A conversation that the server captures under one key.
 
     Attributes:
-        key: the key that its client has to send.
-        by_request: a request has opened it, not the program.
-        sampling: how its requests have to be sampled; None leaves that to the client.
-        seed: the seed of its requests derives from it; None leaves that to the client.
-        policy_version: the only version its requests may be answered by; None takes any.
-        turnstile: its requests are answered slice by slice, by the version of each; None: in one.
-        counts: its counters, by the names of `FIGURES`.
-        responses: those that further ones may continue.
-        silent: turns, as JSON, that were answered by nothing: neither text nor calls.
-        row_images: those that the client was given with its row.
-        fatal: the error of a request after which no other would fare better.
+        key: the key that the client has to send.
+        history: the answers captured so far.
+        by_request: True where a request has opened the conversation, not the program.
+        sampling: how requests have to be sampled; None leaves that to the client.
+        seed: the seed from which the requests' seeds derive; None leaves them to the client.
+        policy_version: the only version of the weights that may answer; None allows any.
+        turnstile: has answers grow slice by slice, each by the version of its time; None: answers are not cut.
+        requests: the number of requests so far.
+        counts: the conversation's counters, by the names of `FIGURES`.
+        responses: the responses that later requests may continue.
+        answered_empty: the turns, as JSON, whose answer had neither text nor calls.
+        row_images: the images that the client was given with its row.
+        fatal: the error of a request that every other request would meet, too.
     """
 
     key: str
@@ -152,37 +155,43 @@ class ServedConversation:
     requests: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     responses: StoredResponses = field(default_factory=StoredResponses)
-    silent: set[str] = field(default_factory=set)
+    answered_empty: set[str] = field(default_factory=set)
     row_images: tuple[Image, ...] = ()
     fatal: Exception | None = None
 
     @property
     def place(self) -> str:
-        """The conversation's name in addresses, which does not give away its key."""
+        """The conversation's name in addresses, which does not reveal the key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16).hexdigest()
 
-    def with_silence(self, turns: list[Any]) -> list[Any]:
-        """The turns with the empty answers that the client has left out of them, as openai-agents and pydantic-ai do:
-        what was sampled for these, if only its end, is in the ids all the same.
+    def with_empty_answers(self, turns: list[Any]) -> list[Any]:
+        """Returns the turns with the empty answers that the client has left out, as openai-agents and pydantic-ai do.
+
+        The exact ids of the conversation contain an empty answer, too: at least the token that ended it.
         """
         restored: list[Any] = []
         for turn in turns:
             asks = isinstance(turn, dict) and turn.get("role") in ("user", "system", "developer")
-            if self.silent and asks and as_key(restored) in self.silent:
+            if self.answered_empty and asks and as_key(restored) in self.answered_empty:
                 restored.append({"role": "assistant", "content": ""})
             restored.append(turn)
         return restored
 
     def next_seed(self) -> int | None:
-        """The next request's seed, a function of the conversation's and of how many requests came before."""
+        """Returns the next request's seed, which depends on the conversation's seed and the number of requests."""
         self.requests += 1
         return None if self.seed is None else sample_seed(self.seed, 0, 0, 0, self.requests)
 
 
 class Conversations(dict[str, ServedConversation]):
-    """The open conversations by key, each until it is taken: at most `limit` of the program's, and as many that
-    requests opened. `places` holds them by their own; `counts` are of all requests, see `FIGURES`;
-    `responses` those that belong to none.
+    """The open conversations by key; each stays open until it is taken.
+
+    At most `max_conversations` are open that the program has opened, and as many that requests have opened.
+
+    Attributes:
+        places: the open conversations by the name that they have in addresses.
+        counts: the counters of all requests, by the names of `FIGURES`.
+        responses: the stored responses to requests without a conversation.
     """
 
     def __init__(self, tokenizer: Any, settings: ServerSettings) -> None:
@@ -195,13 +204,13 @@ class Conversations(dict[str, ServedConversation]):
         self.responses = StoredResponses()
 
     def check_room(self, by_request: bool) -> None:
-        """Raise TooManyConversations unless one more can be opened."""
+        """Raise TooManyConversations unless one more conversation can be opened."""
         if sum(conversation.by_request == by_request for conversation in self.values()) >= self._limit:
-            raise TooManyConversations(429, f"{self._limit} trajectories are being captured and none of them is taken")
+            raise TooManyConversations(429, f"{self._limit} trajectories are open, which is the limit: take one first")
 
     def open(self, new: ServedConversation) -> ServedConversation:
-        """Begin to capture the answers of a conversation. Raises ValueError where its key is open already,
-        TooManyConversations where the server keeps no more.
+        """Start to capture the answers of a conversation. Raises ValueError where its key is open already,
+        TooManyConversations where the limit is reached.
         """
         if new.key in self:
             raise ValueError(f"trajectory {new.key!r} is being captured already; take it first, or choose another key")
@@ -211,8 +220,9 @@ class Conversations(dict[str, ServedConversation]):
         return new
 
     def take(self, key: str) -> list[Trajectory]:
-        """The trajectories captured under `key`, which is then forgotten; the first has its `FIGURES` as "server/…".
-        Raises KeyError if it is not open.
+        """Returns the trajectories captured under `key`, and forgets the key. Raises KeyError if it is not open.
+
+        The first trajectory has the conversation's counters among its metrics, as "server/…".
         """
         taken = self.pop(key)
         del self.places[taken.place]
@@ -226,23 +236,26 @@ class Conversations(dict[str, ServedConversation]):
 
 @dataclass
 class ServedCall:
-    """One request on its way through vLLM's handlers, for both sides of them.
+    """The state of one request, shared by the gate before vLLM's handlers and the engine behind them.
 
     Attributes:
+        sampling: how the answer has to be sampled; None leaves that to the client.
+        conversation: the conversation that the answers belong to, if any.
         opens: the key of a trajectory that is to be opened with the first answer.
         exact: the ids that the prompt has to begin with, if any.
-        open_ended: the client leaves the answer's length to the context.
-        taken: the engine has begun to answer, so vLLM finds nothing wrong with the request.
-        refused: why it cannot be answered, found out after vLLM took it over.
-        totals: what is counted of all calls; see `FIGURES`.
-        messages: those of a chat, in whichever dialect it came.
-        items: the same of a response, in its own; None where it is not to be kept.
-        turns: the messages or items as they came, with empty answers that the client has left out.
-        find_exact: the ids that a chat's prompt has to begin with, if any.
-        unread: vLLM could not read the tool calls in its answer.
+        open_ended: True where the client leaves the answer's length to the context.
+        taken: True once the engine has begun to answer, so that vLLM has found nothing wrong with the request.
+        refused: why the request cannot be answered, if that was found out behind vLLM's handlers.
+        choices: the number of choices that the engine was asked for so far.
+        totals: the server's counters over all requests, by the names of `FIGURES`.
+        messages: the chat's messages, whichever dialect the request came in.
+        items: the items of a Responses request; None where the response is not to be stored.
+        processors: the names of the engine's logits processors to apply; None where the request names none.
+        turns: the messages or items with the empty answers that the client has left out.
+        find_exact: returns the ids that a chat's prompt has to begin with, if any.
+        unread: True where vLLM could not read the tool calls in an answer.
         generations: the answers, by the choice's index in the response.
-        processors: those of the engine's logits processors that it names; None: it says nothing of them.
-        expanded: its messages as vLLM has rendered them, where there are images among them.
+        expanded: the prompt as it was rendered with its images, if it has any.
     """
 
     sampling: SamplingSettings | None
@@ -264,14 +277,15 @@ class ServedCall:
     expanded: PromptInput | None = None
 
     def open_in(self, conversations: Conversations) -> None:
-        """Open the trajectory that it asks for, unless another request with its key was faster."""
+        """Open the trajectory that the request asks for, unless another request has opened it meanwhile."""
         if self.opens and self.conversation is None:
             new = ServedConversation(self.opens, by_request=True, sampling=self.sampling)
             self.conversation = conversations.get(self.opens) or conversations.open(new)
 
     def admit(self, images: tuple[Image, ...], rules: ImageRules) -> tuple[Image, ...]:
-        """Its images, those that the row or the conversation has had before as the same objects. Raises ValueError, a
-        sentence about the request, where all of them together are too large.
+        """Returns the request's images, as the same objects where the row or the conversation has had them before.
+
+        Raises ValueError where all images together are too large; its text lacks the subject, the request.
         """
         if (conversation := self.conversation) is None:
             rules.check_bytes(images, ())
@@ -282,7 +296,7 @@ class ServedCall:
         return tuple(earlier.get(image.digest, image) for image in images)
 
     def count(self, name: str) -> bool:
-        """Count one of `FIGURES`, here and in the conversation; whether it is the server's first."""
+        """Count one of `FIGURES`, for the server and the conversation. Returns True where it is the server's first."""
         self.totals[name] += 1
         if self.conversation is not None:
             self.conversation.counts[name] += 1

@@ -1,35 +1,35 @@
-"""OpenAI's Responses and Anthropic's Messages as the chats that they are, so that exact ids are kept in them as well.
+"""Converts OpenAI's Responses and Anthropic's Messages to chats, so that exact ids are kept in them as well.
 
-The parts that know vLLM's own requests were checked with 0.32.
+The parts that read vLLM's request classes were checked with vLLM 0.32.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from generation.server.conversations import STUMBLES, Refused
+from generation.server.conversations import VLLM_ERRORS, Refused
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 Item = dict[str, Any]
 
 
 def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
-    """The chat that vLLM's handler will make of its parsed request; None for a request of another kind.
+    """Returns the chat that vLLM's handler will make of a parsed request; None for a request of another kind.
 
-    Refused where it asks for tools that are not the client's own.
+    Raises Refused where the request asks for tools that the server would have to run.
     """
     kind = type(request).__name__
     if kind == "ResponsesRequest":
         for tool in request.tools:
             if tool.type not in ("function", "custom", "namespace"):
-                raise Refused(400, f"a tool is of type {tool.type!r}, but this server runs no tools: give functions")
+                raise Refused(400, f"a tool is of type {tool.type!r}, but this server runs no tools: use functions")
     elif kind != "AnthropicMessagesRequest":
         return None
-    request = request.model_copy(deep=True)  # the conversion changes what it converts
+    request = request.model_copy(deep=True)  # the conversion changes the request
     try:
-        chat = _of_response(request) if kind == "ResponsesRequest" else _of_message(request, handler)
-    except STUMBLES:
-        return None  # over something that vLLM will say
+        chat = _chat_of_response(request) if kind == "ResponsesRequest" else _chat_of_message(request, handler)
+    except VLLM_ERRORS:
+        return None  # vLLM will report the mistake
     plain: dict[str, Any] = json.loads(json.dumps(chat, default=list))
     for message in plain["messages"]:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
@@ -40,7 +40,7 @@ def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def _of_response(request: Any) -> dict[str, Any]:
+def _chat_of_response(request: Any) -> dict[str, Any]:
     from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
     kwargs = dict(request.build_chat_params(None, "auto").chat_template_kwargs)
@@ -53,15 +53,15 @@ def _of_response(request: Any) -> dict[str, Any]:
     return chat | ({"continue_final_message": True} if continues else {})
 
 
-def _of_message(request: Any, handler: Any) -> dict[str, Any]:
+def _chat_of_message(request: Any, handler: Any) -> dict[str, Any]:
     chat = handler.to_chat_completion_request(request, merge_inline_system=handler._merge_inline_system)
     tools = [tool.model_dump() for tool in chat.tools or []] or None
     template = {"chat_template_kwargs": chat.chat_template_kwargs, "reasoning_effort": chat.reasoning_effort}
     return {"model": request.model, "messages": chat.messages, "tools": tools, **template}
 
 
-def said_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The chat message that a whole answer says, and that the client will give back; None where it says nothing."""
+def message_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns a complete answer as the chat message that the client will send back; None where the answer is empty."""
     parts: Sequence[Item] = answer["output" if path == RESPONSES else "content"]
     content, calls = "", list[Item]()
     for part in parts:
@@ -76,7 +76,7 @@ def said_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def add_event(blocks: list[Item], event: Mapping[str, Any]) -> None:
-    """Add one event of a streamed message to the blocks that it adds up to."""
+    """Add one event of a streamed Anthropic message to the content blocks of that message."""
     if event["type"] == "content_block_start":
         blocks.append({**event["content_block"], "arguments": ""})
     elif event["type"] == "content_block_delta" and blocks:

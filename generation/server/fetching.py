@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 
 SECONDS = 20.0
-"""The time in seconds that one file may take, redirects included."""
+"""Seconds that one file may take, redirects included."""
 _REDIRECTS = 3
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv4 addresses within IPv6 (RFC 6052)
 
@@ -23,7 +23,7 @@ def is_public(address: str) -> bool:
 
 
 class NotPublic(OSError):
-    """The address of a connection is not public."""
+    """Refuses a connection whose address is not public."""
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
@@ -35,7 +35,7 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 async def fetch(url: str, limit: int) -> bytes:
-    """A file of at most `limit` bytes. Raises ValueError, a sentence without its subject, where it is not to be had."""
+    """Fetches a file of at most `limit` bytes. Raises ValueError where it cannot; its text lacks the subject."""
     where = url[:60]
     connector = aiohttp.TCPConnector(socket_factory=_socket, force_close=True)
     total, plain = aiohttp.ClientTimeout(total=SECONDS), {"Accept-Encoding": "identity"}
@@ -48,7 +48,7 @@ async def fetch(url: str, limit: int) -> bytes:
             async for part in answer.content.iter_chunked(1 << 16):
                 data += part
                 if len(data) > limit:
-                    raise ValueError(f"has more than {limit} bytes, rollout.max_image_mib ({where})")
+                    raise ValueError(f"has more than {limit} bytes, the limit of rollout.max_image_mib ({where})")
             return bytes(data)
     except TimeoutError as error:
         raise ValueError(f"was not fetched within {SECONDS:g} s ({where})") from error
@@ -58,7 +58,7 @@ async def fetch(url: str, limit: int) -> bytes:
 
 
 def _cause(error: BaseException) -> NotPublic | None:
-    """The refusal behind aiohttp's own error, if that was it."""
+    """Returns the refusal that aiohttp's error wraps, or None where the error has another cause."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, NotPublic):
         inner = getattr(cause, "os_error", None) or cause.__cause__ or cause.__context__

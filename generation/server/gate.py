@@ -1,4 +1,4 @@
-"""The gate before vLLM's application: who may ask, for what, when, and sampled how; and the figures of it all."""
+"""The gate in front of vLLM's application: authenticates, checks and completes requests, and reports figures."""
 
 import asyncio
 import hmac
@@ -25,7 +25,7 @@ from generation.server.bodies import AnswerSender, Body, Limits
 from generation.server.conversations import (
     CURRENT,
     FIGURES,
-    STUMBLES,
+    VLLM_ERRORS,
     Conversations,
     Refused,
     ServedCall,
@@ -38,16 +38,20 @@ KEY_HEADER = "x-hotbunk-trajectory"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE, MODELS, METRICS = "/tokenize", "/detokenize", "/v1/models", "/metrics"
 ANSWERING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-OF_VLLM = (*ANSWERING, f"{MESSAGES}/count_tokens", TOKENIZE, DETOKENIZE, MODELS, "/health", "/version", "/openapi.json")
-SERVED = (*OF_VLLM, f"{MODELS}/MODEL", METRICS)
-PLACES = "/trajectories/"
-"""Before the path of a request to one trajectory's own address, which names the trajectory beside its key."""
+VLLM_PATHS = (
+    *(*ANSWERING, f"{MESSAGES}/count_tokens", TOKENIZE, DETOKENIZE, MODELS),
+    *("/health", "/version", "/openapi.json"),
+)
+SERVED = (*VLLM_PATHS, f"{MODELS}/MODEL", METRICS)
+TRAJECTORY_PATH = "/trajectories/"
+"""The path prefix of trajectories' own addresses; the trajectory's `place` follows it."""
 
 
 @dataclass(eq=False)
 class Gate:
-    """An ASGI application around vLLM's. `local`: the server listens on loopback; `requests`: answered, by path and
-    status.
+    """An ASGI application around vLLM's.
+
+    `local` is True where the server listens on loopback. `requests` counts answered requests by path and status.
     """
 
     app: ASGIApp
@@ -68,14 +72,14 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.requests[path if path in OF_VLLM else "other", message["status"]] += 1
+                self.requests[path if path in VLLM_PATHS else "other", message["status"]] += 1
             await send(message)
 
         try:
             path = self._path(Request(scope))
             request = Request({**scope, "path": path, "raw_path": path.encode()}, receive)
-            if path not in OF_VLLM:
-                await (await self._own(request))(request.scope, receive, counted)
+            if path not in VLLM_PATHS:
+                await (await self._answer(request))(request.scope, receive, counted)
             elif request.method == "POST":
                 await self._post(request, counted)
             else:
@@ -86,39 +90,40 @@ class Gate:
             return
 
     def _path(self, request: Request) -> str:
-        """The path, without its trajectory's address, once it is known that the request may be made."""
+        """Checks that a request is allowed. Returns its path, without the prefix of a trajectory's own address."""
         if self.local and (name := foreign_host(request.headers.get("host", ""))):
-            raise Refused(403, f"this server listens on loopback, and is not {name[:80]!r}: ask localhost or 127.0.0.1")
+            raise Refused(403, f"this server listens on loopback, and is not {name[:80]!r}: use localhost or 127.0.0.1")
         path, conversation = request.scope["path"], None
-        if path.startswith(PLACES):
-            place, _, rest = path.removeprefix(PLACES).partition("/")
+        if path.startswith(TRAJECTORY_PATH):
+            place, _, rest = path.removeprefix(TRAJECTORY_PATH).partition("/")
             path, conversation = f"/{rest}", self.conversations.places.get(place)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
-        path = path.replace("/v1/v1/", "/v1/", 1)  # of Anthropic's clients, which add it to a base URL that has it
-        if path not in (*OF_VLLM, METRICS) and not path.startswith(f"{MODELS}/"):
-            raise Refused(404, f"there is no {path[:80]} here; there is {', '.join(SERVED)}")
+        path = path.replace("/v1/v1/", "/v1/", 1)  # Anthropic's clients add /v1 to a base URL that ends with it
+        if path not in (*VLLM_PATHS, METRICS) and not path.startswith(f"{MODELS}/"):
+            raise Refused(404, f"there is no {path[:80]} on this server, which has {', '.join(SERVED)}")
         api_key, token = self.settings.api_key, _token(request)
         opened = self.conversations.get(token)
-        if conversation is not None and not _same(token, conversation.key):
+        if conversation is not None and not _equal(token, conversation.key):
             for counts in (conversation.counts, self.conversations.counts):
                 counts["lost_keys"] += request.method == "POST"
             raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
-        # The key of a header is the client's choice, which others might guess: it does not open the server.
-        trusted = opened is not None and not opened.by_request and path != METRICS  # it tells of all trajectories
-        authorised = api_key is None or _same(token, api_key) or trusted
+        # Clients choose the keys that they send in the header, so others might guess them: such keys are not trusted.
+        # Figures are about all trajectories, so no trajectory's key is enough for them.
+        trusted = opened is not None and not opened.by_request and path != METRICS
+        authorised = api_key is None or _equal(token, api_key) or trusted
         if not authorised and path != "/health":
-            raise Refused(401, "the API key is missing, or is not this server's: send it as a bearer token")
+            raise Refused(401, "the API key is missing, or is not this server's: send the right one as a bearer token")
         return path
 
     def _call(self, request: Request) -> ServedCall:
-        """The trajectory under which a request for answers is captured: its header's, or its bearer token's."""
+        """Returns the call of a request for answers, with the trajectory that its header or bearer token names."""
         token, key, api_key = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
         conversation = self.conversations.get(key or token)
         if key and not self.settings.header_keys:
-            raise Refused(400, f"this server takes no trajectories' keys in {KEY_HEADER}: leave it out")
-        if key and api_key is not None and not _same(token, api_key) and token != key:
-            raise Refused(403, f"a trajectory's key opens no others: leave {KEY_HEADER} out")
+            raise Refused(400, f"this server takes no trajectory keys in the header {KEY_HEADER}: leave it out")
+        if key and api_key is not None and not _equal(token, api_key) and token != key:
+            raise Refused(403, f"a trajectory's key cannot open another trajectory: leave {KEY_HEADER} out")
         if conversation is not None:
             return ServedCall(conversation.sampling, conversation, totals=self.conversations.counts)
         if key:
@@ -143,24 +148,24 @@ class Gate:
         call.open_ended = all(body.get(name) is None for name in lengths)
         kept = (call.conversation or self.conversations).responses
         previous = body.get("previous_response_id") if path == RESPONSES else None
-        items = kept.whole_input(body) if path == RESPONSES else bodies.readable_messages(body)
+        items = kept.full_input(body) if path == RESPONSES else bodies.readable_messages(body)
         if call.conversation is not None and path in (CHAT, RESPONSES):
-            call.turns = call.conversation.with_silence(items)
+            call.turns = call.conversation.with_empty_answers(items)
             if len(call.turns) > len(items):
                 body["input" if path == RESPONSES else "messages"] = items = call.turns
         if path == RESPONSES:
             call.items = None if body.get("store") is False else items
             if isinstance(body.get("store", True), bool):
-                body["store"] = False  # by vLLM, that is
+                body["store"] = False  # vLLM stores nothing, since `AnswerSender` does
         if path in (RESPONSES, MESSAGES):
-            call.find_exact = partial(self._exact, call=call)
+            call.find_exact = partial(self._exact_prefix, call=call)
         if path in (CHAT, TOKENIZE):
             call.messages = bodies.readable_messages(body)
-            call.exact = await self._exact(body, call)
+            call.exact = await self._exact_prefix(body, call)
         if path == TOKENIZE and call.exact is not None:
             await self._tokenize(request, send, call.exact, body)
             return
-        # The body for vLLM lacks what only we understand.
+        # vLLM's request is without the fields that only this server understands.
         scope, raw = dict(request.scope), json.dumps(body).encode()
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(raw))
@@ -168,7 +173,7 @@ class Gate:
         waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
 
         async def receive() -> Message:
-            """The body, and then whatever else comes from the client."""
+            """Returns the completed body first, and then the client's further messages."""
             return waiting.pop() if waiting else await request.receive()
 
         answer = AnswerSender(request, send, call, kept, previous)
@@ -176,14 +181,14 @@ class Gate:
         error = None
         try:
             await self.app(scope, receive, answer.send)
-        except Exception as raised:  # after an answer has been made of it
+        except Exception as raised:  # Starlette raises an error again after it has answered it with status 500
             error = raised
         finally:
             CURRENT.reset(token)
         await answer.finish(error)
 
     async def _read(self, request: Request) -> bytes:
-        """The whole body. Refused where it is, or is announced to be, too large, and where it takes too long."""
+        """Returns the complete body. Raises Refused where it is too large, or its header says so, or takes too long."""
         seconds, rules = self.settings.body_timeout_s, self.settings.image_rules
         limit = self.settings.max_body_bytes + (3 * rules.max_bytes if rules is not None else 0)
         announced, body = request.headers.get("content-length", ""), bytearray()
@@ -200,8 +205,8 @@ class Gate:
             raise Refused(408, f"the request was not complete after {seconds:g} s") from late
         return bytes(body)
 
-    async def _exact(self, body: Body, call: ServedCall) -> KnownPrefix | None:
-        """The ids that the prompt must begin with: those that the client gives, or the conversation remembers."""
+    async def _exact_prefix(self, body: Body, call: ServedCall) -> KnownPrefix | None:
+        """Returns the ids that the prompt must begin with, if any: the client's, or those that were captured."""
         wanted = body.get("required_prefix_token_ids")
         client_prefix = bodies.take_prefix(body, self.limits.vocabulary)
         if not self.settings.keep_exact_ids:
@@ -210,9 +215,9 @@ class Gate:
             return None
         prefix = None
         if call.conversation is not None and not body.get("continue_final_message"):
-            with suppress(*STUMBLES):  # over messages that are none, which vLLM will say
+            with suppress(*VLLM_ERRORS):  # vLLM will report messages that cannot be read
                 prefix = call.conversation.history.known_prefix(bodies.readable_messages(body))
-        # The conversation's own are known to belong; ids from the client have to prove it.
+        # Captured ids are known to fit, and a client's are checked later: the latter count where they reach further.
         if prefix is None or (client_prefix is not None and client_prefix.messages > prefix.messages):
             prefix = client_prefix
         if prefix is None:
@@ -225,7 +230,7 @@ class Gate:
         return replace(prefix, rendered=answer["tokens"])
 
     async def _tokenize(self, request: Request, send: Send, exact: KnownPrefix, body: Body) -> None:
-        """As vLLM's, with exact ids."""
+        """Answer a /tokenize request as vLLM does, but with exact ids."""
         status, answer = await self._ask(TOKENIZE, body)
         if status == 200:
             ids = bodies.exact_prompt(exact, self.tokenizer, answer["tokens"], self.settings.eos_token_ids)
@@ -234,8 +239,8 @@ class Gate:
                 answer["token_strs"] = self.tokenizer.convert_ids_to_tokens(ids)
         await bodies.as_json(status, answer)(request.scope, request.receive, send)
 
-    async def _own(self, request: Request) -> Response:
-        """Figures, or one of the models there are, which vLLM only lists."""
+    async def _answer(self, request: Request) -> Response:
+        """Returns the answer to a request for figures, or for one model, which vLLM's application does not have."""
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
         if request.scope["path"] == METRICS:
@@ -245,10 +250,10 @@ class Gate:
         for model in listed["data"]:
             if model["id"] == name:
                 return bodies.as_json(200, model)
-        raise Refused(404, f"there is no model {name[:80]!r} here; there is {listed['data'][0]['id']}")
+        raise Refused(404, f"there is no model {name[:80]!r} on this server, which has {listed['data'][0]['id']}")
 
     def _figures(self) -> Response:
-        """vLLM's figures, where the engine keeps any, and our own, as Prometheus reads them."""
+        """Returns vLLM's figures, where the engine keeps any, and this server's, in Prometheus's format."""
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
         from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -257,40 +262,40 @@ class Gate:
         for (path, status), count in sorted(self.requests.items()):
             answered.add_metric([path, str(status)], count)
         figures: list[Any] = [answered]
-        waiting = sum(conversation.history.retemplated for conversation in self.conversations.values())
+        not_taken = sum(conversation.history.retemplated for conversation in self.conversations.values())
         for name, meaning in FIGURES.items():
-            count = self.conversations.counts[name] + (waiting if name == "retemplated" else 0)
+            count = self.conversations.counts[name] + (not_taken if name == "retemplated" else 0)
             figures.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
         open_ = len(self.conversations)
         figures.append(GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_))
-        with suppress(EngineStateError):  # it sleeps
+        with suppress(EngineStateError):  # a sleeping engine has no version
             version = self.worker.state.usable_version()
             figures.append(GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version))
 
-        class Own:
+        class Figures:
             def collect(self) -> list[Any]:
                 return figures
 
         registry = CollectorRegistry()
-        registry.register(Own())
+        registry.register(Figures())
         text = generate_latest(registry) + generate_latest(get_prometheus_registry())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:
-        """The status and the answer of vLLM's application to a request of ours."""
+        """Returns the status and the JSON answer of vLLM's application to a request that this server makes itself."""
         method, content = ("GET", "") if body is None else ("POST", json.dumps(body))
         headers = {"content-type": "application/json"}
         request = httpx.Request(method, f"http://localhost{path}", content=content, headers=headers)
-        answer = await httpx.ASGITransport(self.app).handle_async_request(request)  # a client would double its time
+        answer = await httpx.ASGITransport(self.app).handle_async_request(request)  # a client takes twice as long
         return answer.status_code, json.loads(await answer.aread())
 
 
 def _token(request: Request) -> str:
-    """The key that a client sends: as a bearer token, or as Anthropic's do."""
+    """Returns the key that a client sends as a bearer token or, as Anthropic's clients do, in `x-api-key`."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def _same(token: str, key: str) -> bool:
-    """Compared in a time that does not tell how much of it is right."""
+def _equal(token: str, key: str) -> bool:
+    """Returns True if both are equal. The time that it takes does not reveal how much of the token is right."""
     return hmac.compare_digest(token.encode(), key.encode())

@@ -1,7 +1,7 @@
-"""Images in clients' requests: read as the run reads its own, and their placeholders expanded by the run's processor.
+"""Reads the images in clients' requests as the run reads its own, and expands their placeholders as the run does.
 
-vLLM renders the chat, whichever dialect it came in; it neither fetches nor decodes an image itself, nor does it decide
-where one stands. The two methods of its renderer that are replaced are those of 0.32.
+vLLM renders the chat, whichever dialect it came in. It neither fetches nor decodes an image, nor does it decide where
+an image stands in the prompt. Two methods of its renderer are replaced for that; they are those of vLLM 0.32.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 DECODED = 1 << 25
-"""The most pixels of a client's image that are decoded to make it smaller, which takes 12 bytes each: 384 MiB."""
+"""The most pixels of a client's image that is decoded to be made smaller; at 12 bytes a pixel, that takes 384 MiB."""
 
 
 def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> PromptInput:
-    """The messages rendered as `rendered`, with `ids`, which begin with the exact ones where these could be kept.
+    """Returns the prompt `rendered` with `ids` in place of its own, and its images where they are among those.
 
-    What follows the exact ids is the end of the whole; images before are where the known answer had them. Refused where
-    those are others.
+    Where `ids` begin with the exact ids, the ids behind those are the end of `rendered`, and so are the images there.
+    Images within the exact ids are where the captured answer had them. Raises Refused where those are other images.
     """
     begin = len(exact.ids)
     if ids == rendered.ids or ids[:begin] != exact.ids:
@@ -46,10 +46,10 @@ def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: 
     return PromptInput(ids, rendered.images, (*exact.answer.image_spans, *later))
 
 
-def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
-    """Have the renderer of a running engine take images as `rules` say, and note them in the call that it serves."""
+def serve_images(renderer: "BaseRenderer", rules: ImageRules) -> None:
+    """Have the renderer of a running engine read images as `rules` say, and note them in the call that it serves."""
     rules = replace(rules, limits=replace(rules.limits, decoded=DECODED))
-    decoder = ThreadPoolExecutor(1, "images")  # images of all requests one after the other: it is memory that they take
+    decoder = ThreadPoolExecutor(1, "images")  # a single thread: images are decoded one at a time, to save memory
     render, tokenize = type(renderer).render_messages_async, renderer._tokenize_prompt_async
 
     async def render_messages(messages: Sequence[Any], params: Any) -> Any:
@@ -60,7 +60,7 @@ def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
         if not media:
             return await tokenize(prompt, params)
         images = tuple(media.get("image", ()))
-        with _of_the_request():
+        with _refused_to_client():
             if [*media] != ["image"] or not all(isinstance(image, Image) for image in images):
                 raise ValueError("has images in a form that is not served: send them as image_url")
             special = params.add_special_tokens
@@ -74,8 +74,8 @@ def see(renderer: "BaseRenderer", rules: ImageRules) -> None:
 
 
 @contextmanager
-def _of_the_request() -> Iterator[None]:
-    """A ValueError within is a sentence about the request without its subject: the client is told."""
+def _refused_to_client() -> Iterator[None]:
+    """Turns a ValueError into a `Refused` that the client gets; its text is a sentence that lacks "the request"."""
     try:
         yield
     except ValueError as error:
@@ -86,26 +86,26 @@ def _of_the_request() -> Iterator[None]:
 
 
 async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Executor) -> list[Any]:
-    """Messages whose images have been read. Refused where one is not to be had."""
+    """Returns the messages with their images read. Raises Refused where one cannot be read."""
     copies = [dict(message) if isinstance(message, Mapping) else message for message in messages]
     places: list[tuple[list[Any], int]] = []
     for message in copies:
         if not isinstance(message, dict) or isinstance(content := message.get("content"), str | None):
             continue
-        message["content"] = parts = list(content)  # pydantic's are read once only
+        message["content"] = parts = list(content)  # pydantic's iterators can be read only once
         places += [(parts, index) for index, part in enumerate(parts) if _is_image(part)]
     if not places:
         return copies
-    with _of_the_request():
+    with _refused_to_client():
         if len(places) > rules.most:
             raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
         urls = (parts[index].get("image_url") for parts, index in places)
-        sources = [await _local(source, number, rules) for number, source in enumerate(urls, start=1)]
+        sources = [await _source(source, number, rules) for number, source in enumerate(urls, start=1)]
         images = await asyncio.get_running_loop().run_in_executor(decoder, rules.read, sources)
-        if (call := CURRENT.get()) is not None:  # no question about the ids alone
+        if (call := CURRENT.get()) is not None:  # else the request asks for no answer, but for ids
             images = call.admit(images, rules)
     for (parts, index), image in zip(places, images, strict=True):
-        parts[index] = {"type": "image_pil", "image_pil": image}  # which vLLM hands on as it is
+        parts[index] = {"type": "image_pil", "image_pil": image}  # vLLM passes such parts on unchanged
     return copies
 
 
@@ -113,8 +113,10 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and (part.get("type") in ("image_url", "input_image") or "image_url" in part)
 
 
-async def _local(source: Any, number: int, rules: ImageRules) -> Any:
-    """A data URL, or the bytes that were fetched. Anything else would be a file of this machine."""
+async def _source(source: Any, number: int, rules: ImageRules) -> Any:
+    """Returns a data URL, or the bytes fetched from a remote one. Raises ValueError for anything else, which would be
+    read as a file of this machine.
+    """
     source = source.get("url") if isinstance(source, Mapping) else source
     if not isinstance(source, str) or not source.startswith(("data:", "http://", "https://")):
         raise ValueError(f"has an image ({number}) without a data URL: send data:image/…;base64")

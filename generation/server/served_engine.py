@@ -1,6 +1,7 @@
-"""The engine as vLLM's handlers see it: every request is checked, begins with exact ids, and is captured.
+"""The engine as vLLM's handlers see it: requests are checked, prompts begin with exact ids, and answers are captured.
 
-The parts of vLLM's HTTP server that are private or change between releases (0.32) are below.
+This module also holds whatever depends on parts of vLLM's HTTP server that are private or change between releases; it
+was checked with vLLM 0.32.
 """
 
 import logging
@@ -22,19 +23,18 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.images import PromptInput
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
-from generation.server.conversations import CURRENT, STUMBLES, Conversations, Refused, ServedCall, ServerSettings
+from generation.server.conversations import CURRENT, VLLM_ERRORS, Conversations, Refused, ServedCall, ServerSettings
 from generation.server.dialects import as_chat
-from generation.server.image_messages import continued, see
+from generation.server.image_messages import continued, serve_images
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
 
 _log = logging.getLogger(__name__)
-_FREELY = "the policy learns from answers whose form is its own choice; further requests are counted"
-
-_FREE = {
-    # How many, how long, and which figures come with them; none changes the probability of a token.
+# Requests may set these as they like: they decide how many answers there are, how long they are, and which figures come
+# with them. None changes the probability of a token.
+_UNCHECKED = {
     *("n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "output_text_buffer_length"),
     *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
     *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
@@ -44,7 +44,7 @@ _FREE = {
 
 
 class ServedEngine:
-    """vLLM's engine with another `generate`; everything else is the engine's own."""
+    """vLLM's engine with another `generate`; every other attribute is that of the engine."""
 
     def __init__(self, worker: Engine, settings: ServerSettings, limits: Limits, conversations: Conversations) -> None:
         self._worker = worker
@@ -53,66 +53,66 @@ class ServedEngine:
         self._limits = limits
         self._conversations = conversations
         if settings.image_rules is not None:
-            see(worker.llm.renderer, settings.image_rules)
+            serve_images(worker.llm.renderer, settings.image_rules)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker.llm, name)
 
     async def check(self, request: Any, handler: Any) -> None:
-        """Look at a request that vLLM has parsed, before `handler` does anything for it, and fill in what it leaves
-        open.
+        """Check a request that vLLM has parsed, and fill in the sampling settings that it leaves open, before `handler`
+        works on it.
         """
         if (call := CURRENT.get()) is None:
             return
-        with _told(call):
+        with _noting_refusal(call):
             if call.find_exact is not None and (chat := as_chat(request, handler)) is not None:
                 call.messages, call.exact = chat["messages"], await call.find_exact(chat)
             if call.sampling is not None:
                 check_unforced(request)
             if type(request).__name__ == "AnthropicMessagesRequest":
-                if call.sampling is not None:  # its clients must ask for some length
+                if call.sampling is not None:  # Anthropic's clients must name a length, so it is cut, not refused
                     request.max_tokens = min(request.max_tokens, call.sampling.max_tokens)
-                return  # it comes again, as the chat that vLLM makes of it
+                return  # the chat that vLLM makes of this request is checked, too
             self._limits.check(request)
             if call.sampling is not None:
                 fill_sampling(request, call.sampling)
 
     def generate(self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """As vLLM's. An error in a request is raised here and now, before a stream has begun."""
+        """Returns a stream of outputs, as vLLM's engine does. Raises Refused at once, before the stream begins."""
         call = CURRENT.get()
         if call is None:
             return self._worker.submit(prompt, sampling_params, request_id, **options)
-        with _told(call):
+        with _noting_refusal(call):
             version = check_ready(self._worker, call)
-            asked = self._asked(call, prompt)
-            params = self._params(call, sampling_params, len(asked.ids))
+            exact = self._exact_prompt(call, prompt)
+            params = self._params(call, sampling_params, len(exact.ids))
         first, call.choices = call.choices, call.choices + params.n
-        sampled = _Sampled(asked, version, params)
+        sampled = _Sampled(exact, version, params)
         turnstile = call.conversation.turnstile if call.conversation is not None else None
         if turnstile is None:
-            outputs = self._whole(sampled, prompt, request_id, **options)
+            outputs = self._uncut(sampled, prompt, request_id, **options)
         else:
             outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), **options)
         return self._captured(call, outputs, sampled, first)
 
-    async def _whole(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, **options: Any) -> Stream:
-        """The outputs of a request that is not cut."""
-        completed = {**prompt, **await self._worker.prompt(sampled.asked)}
+    async def _uncut(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, **options: Any) -> Stream:
+        """Yields the outputs of a request whose answers are not cut into slices."""
+        completed = {**prompt, **await self._worker.prompt(sampled.prompt)}
         async with aclosing(self._worker.submit(completed, sampled.params, name, **options)) as outputs:
             async for output in outputs:
                 yield output
 
     async def _in_slices(self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, **options: Any) -> Stream:
-        """One output, also for a stream, when all of the request's choices have grown to their ends."""
+        """Yields one output, also to a streaming client, when all of the request's choices are complete."""
         from vllm.sampling_params import RequestOutputKind
 
-        params, asked = sampled.params, sampled.asked
+        params, prompt = sampled.params, sampled.prompt
         slice_params = params.clone()
         slice_params.n, slice_params.output_kind = 1, RequestOutputKind.FINAL_ONLY
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
-            answer = Unfinished(asked.ids, (params.seed or 0) + index, params.max_tokens)  # seeds as vLLM's with n > 1
-            outputs = await self._worker.request_in_slices(answer, slice_params, turnstile, asked, **options)
+            answer = Unfinished(prompt.ids, (params.seed or 0) + index, params.max_tokens)  # vLLM's seeds with n > 1
+            outputs = await self._worker.request_in_slices(answer, slice_params, turnstile, prompt, **options)
             sampled.versions[index] = answer.versions
             return outputs[0], joined_slices(outputs, slice_params, self._tokenizer, index)
 
@@ -123,7 +123,7 @@ class ServedEngine:
         yield output
 
     async def _captured(self, call: ServedCall, outputs: Stream, sampled: "_Sampled", first: int) -> Stream:
-        """The outputs as they come, and the generation of each choice that is finished kept."""
+        """Yields the outputs as they arrive, and captures the generation of each choice that is finished."""
         async with aclosing(outputs):
             try:
                 async for output in outputs:
@@ -136,21 +136,21 @@ class ServedEngine:
                                 call.conversation.history.capture(generation)
                     yield output
             except Refused as refused:
-                raise told_error(call, refused) from refused
-            except ImageCountError as error:  # of the model's files: no other request would fare better
+                raise client_error(call, refused) from refused
+            except ImageCountError as error:  # the model's files are to blame, so every other request would fail, too
                 if call.conversation is not None:
                     call.conversation.fatal = error
-                raise told_error(call, Refused(500, str(error))) from error
+                raise client_error(call, Refused(500, str(error))) from error
             except request_errors() as error:
-                if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, STUMBLES)):
+                if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, VLLM_ERRORS)):
                     raise
                 sentence = str(error) or f"vLLM cannot take the request: {error.__cause__!r}"
-                raise told_error(call, Refused(400, sentence)) from error
+                raise client_error(call, Refused(400, sentence)) from error
 
-    def _asked(self, call: ServedCall, prompt: Any) -> PromptInput:
-        """The prompt with exact ids, and its images."""
+    def _exact_prompt(self, call: ServedCall, prompt: Any) -> PromptInput:
+        """Returns the prompt with exact ids, and its images."""
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
-            raise Refused(400, "prompts are text or token ids; embeddings cannot be trained on")
+            raise Refused(400, "a prompt must be text or token ids: embeddings cannot be trained on")
         ids, exact = list(prompt["prompt_token_ids"]), call.exact
         if exact is not None and exact.answer is not None and call.conversation is not None:
             ids = call.conversation.history.continued(exact, ids)
@@ -163,7 +163,7 @@ class ServedEngine:
         return expanded if exact is None else continued(expanded, exact, ids, self._settings.image_rules)
 
     def _params(self, call: ServedCall, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
-        """The request's parameters, cut to the room there is, with the log-probability of each sampled token."""
+        """Returns the request's parameters with a length that fits in the context, and with log-probabilities."""
         length = self._worker.settings.max_model_len
         trained = length if call.sampling is None else call.sampling.max_tokens
         wanted = min(trained, length if params.max_tokens is None else params.max_tokens)
@@ -175,10 +175,13 @@ class ServedEngine:
         if params.logprobs is None:
             params.logprobs = 0
         if call.sampling is not None:
-            if params.structured_outputs is not None:  # of vLLM's own making: `check` has refused the client's
+            if params.structured_outputs is not None:  # made by vLLM: `check` has refused the client's
                 params.structured_outputs = None
                 if call.count("strict_ignored"):
-                    _log.warning("strict tools, and calls one at a time, are not enforced in training: %s", _FREELY)
+                    _log.warning(
+                        "strict tools and parallel_tool_calls: false are not enforced in training, since the policy "
+                        "learns from answers whose form it has chosen itself; further such requests are only counted"
+                    )
             _check_sampling(params, call.sampling)
         if call.processors is not None:
             params.extra_args = (params.extra_args or {}) | {REQUESTED: call.processors}
@@ -189,8 +192,8 @@ class ServedEngine:
 
 
 @contextmanager
-def _told(call: ServedCall) -> Iterator[None]:
-    """Notes in the call why its request is refused within, so that the client is told whatever vLLM raises."""
+def _noting_refusal(call: ServedCall) -> Iterator[None]:
+    """Notes in the call why its request is refused, so that the client gets the reason whatever vLLM raises."""
     try:
         yield
     except Refused as refused:
@@ -199,8 +202,9 @@ def _told(call: ServedCall) -> Iterator[None]:
 
 
 def check_ready(worker: Engine, call: ServedCall) -> int | None:
-    """The version of the weights that will answer; None where the request waits for one at a gate. Refuses with 503
-    while there is none, or not the one asked for.
+    """Returns the version of the weights that will answer; None where the request waits for a version at a gate.
+
+    Raises Refused with status 503 while there is no version, or another one than the conversation needs.
     """
     try:
         if worker.llm.errored:
@@ -217,7 +221,7 @@ def check_ready(worker: Engine, call: ServedCall) -> int | None:
 
 def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None:
     expected = vllm_sampling_params(trained, None)
-    for name in set(params.__struct_fields__) - _FREE:
+    for name in set(params.__struct_fields__) - _UNCHECKED:
         asked, trained_value = (getattr(source, name) or None for source in (params, expected))
         if name == "top_k":
             asked, trained_value = (
@@ -231,11 +235,11 @@ def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None
 
 @dataclass
 class _Sampled:
-    """One prompt's answers so far: ids and log-probabilities by choice. Where they grow slice by slice, `version` is
-    None, and `versions` are by choice.
+    """One prompt's answers so far: ids and log-probabilities by choice. Where answers grow slice by slice, `version` is
+    None, and `versions` has the versions of each choice.
     """
 
-    asked: PromptInput
+    prompt: PromptInput
     version: int | None
     params: "SamplingParams"
     versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -243,7 +247,7 @@ class _Sampled:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, choice: "CompletionOutput") -> Generation | None:
-        """Note a choice's tokens; its generation when it is finished. Refused where that was not by itself."""
+        """Note a choice's tokens. Returns its generation once it is finished. Raises Refused where it ended early."""
         from vllm.sampling_params import RequestOutputKind
 
         ids = list(choice.token_ids)
@@ -257,25 +261,25 @@ class _Sampled:
         if choice.finish_reason == "abort":
             raise Refused(503, "the engine was put to sleep before the answer was finished; try again later")
         if choice.finish_reason == "error" and self.params.structured_outputs is not None:
-            # Such as the grammar `root ::= root root`, which no text fits; vLLM would make a 500 of it.
-            raise Refused(400, "no token fits what structured_outputs or response_format ask for: correct the grammar")
+            # No text fits a grammar such as `root ::= root root`; vLLM would answer with status 500.
+            raise Refused(400, "no token fits the grammar of structured_outputs or response_format: correct it")
         versions = [(self.version, 0)] if self.version is not None else self.versions[choice.index]
         return Generation(
             ids,
             logprobs,
             choice.finish_reason,
-            prompt_ids=self.asked.ids,
+            prompt_ids=self.prompt.ids,
             versions=versions,
             routes=choice.routed_experts,
-            images=self.asked.images,
-            image_spans=self.asked.spans,
+            images=self.prompt.images,
+            image_spans=self.prompt.spans,
         )
 
 
 def joined_slices(
     outputs: "Sequence[RequestOutput]", params: "SamplingParams", tokenizer: Any, index: int
 ) -> "CompletionOutput":
-    """An answer's slices as one completion, with the text that vLLM makes of an answer that was not cut."""
+    """Returns an answer's slices as one completion, with the text that vLLM gives an answer that is not cut."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     parts = [output.outputs[0] for output in outputs]
@@ -295,9 +299,9 @@ def joined_slices(
     return joined
 
 
-def told_error(call: ServedCall, refused: Refused) -> Exception:
-    """The one error that vLLM's handlers hand on to the client, also within a stream, without logging a traceback; the
-    refusal is noted in the call.
+def client_error(call: ServedCall, refused: Refused) -> Exception:
+    """Notes a refusal in the call. Returns the one kind of error that vLLM's handlers pass on to the client, also in a
+    stream, without logging a traceback.
     """
     from vllm.exceptions import GenerationError
 
@@ -308,8 +312,8 @@ def told_error(call: ServedCall, refused: Refused) -> Exception:
 
 @contextmanager
 def _root_logging_kept() -> Iterator[None]:
-    """The root logger's levels stay what they were: importing part of vLLM's server changes them for the whole process,
-    and only handlers are restored there (vllm/entrypoints/serve/sagemaker/api_router.py).
+    """Restores the levels of the root logger and its handlers at the end. Importing a part of vLLM's server changes
+    them for the whole process, and vLLM restores only handlers (vllm/entrypoints/serve/sagemaker/api_router.py).
     """
     loggers: list[logging.Logger | logging.Handler] = [logging.root, *logging.root.handlers]
     levels = [(logger, logger.level) for logger in loggers]
@@ -321,15 +325,15 @@ def _root_logging_kept() -> Iterator[None]:
 
 
 async def build_openai_app(engine: ServedEngine, settings: ServerSettings) -> Any:
-    """vLLM's own OpenAI-compatible FastAPI application on an engine that is running already.
+    """Builds vLLM's own OpenAI-compatible FastAPI application on an engine that is already running.
 
-    `ServedEngine.check` is given each request for answers as vLLM has parsed it, and its handler, before that does
-    anything. Raises ValueError where vLLM has no parser of that name.
+    Each request for answers that vLLM has parsed goes through `ServedEngine.check` before its handler works on it.
+    Raises ValueError where vLLM has no parser of a name in the settings.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     name = settings.model_name
-    words = ["--model", name, "--served-model-name", name]  # the former is told, too, as the model's root
+    words = ["--model", name, "--served-model-name", name]  # clients see the former, too, as the model's root
     if settings.tool_parser is not None:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.reasoning_parser is not None:
@@ -363,23 +367,23 @@ _ANSWERING = {
     "openai_serving_responses": ["create_responses"],
     "anthropic_serving_messages": ["create_messages", "create_chat_completion"],
 }
-"""Handlers in the application's state, and their methods that are given requests for answers."""
+"""The names of handlers in the application's state, and of their methods that take requests for answers."""
 
 
 _LOGGERS = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning", "vllm.entrypoints.anthropic")
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """A filter: vLLM's parsers log a traceback for each answer they cannot read; it becomes one line, and counts."""
+    """Filters vLLM's log: the traceback for an answer that a parser cannot read becomes one line, and is counted."""
     call = CURRENT.get()
     if call is None or not record.exc_info:
         return True
-    if call.refused is not None:  # the client is told
+    if call.refused is not None:  # the client gets the refusal
         return False
     first = not call.unread and call.count("unread_calls")
     call.unread = True
     error, record.exc_info, record.args = record.exc_info[1], None, ()
-    record.msg = f"tool calls of an answer cannot be read ({error}); further ones are counted: server/unread_calls"
+    record.msg = f"an answer's tool calls cannot be read ({error}); further such answers count in server/unread_calls"
     return first
 
 

@@ -32,7 +32,7 @@ from generation.rollouts.environments import verifiers
 from generation.rollouts.episode import PolicyLLM, RolloutSettings
 from generation.rollouts.user_code import UserCodeError
 from generation.server import OpenAIServer, ServerSettings, TooManyConversations, connections
-from generation.server.dialects import add_event, as_chat, said_in
+from generation.server.dialects import add_event, as_chat, message_in
 from tests.conftest import ROOT
 from tests.support.bad_requests import GOOD, by_hand, from_schema
 from tests.support.colocated import HfPolicy, start_engine, stop
@@ -115,9 +115,9 @@ def test_the_server_lists_its_paths_and_listens_on_loopback(
         for hidden in ("/v1/embeddings", "/v1/responses/resp_1"):
             refused = http.get(hidden)
             assert refused.status_code == 404
-            assert f"there is no {hidden} here; there is /v1/chat" in refused.json()["error"]["message"]
+            assert f"there is no {hidden} on this server, which has /v1/chat" in refused.json()["error"]["message"]
     assert client(server).models.retrieve("policy").id == "policy"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here; there is policy"):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' on this server, which has policy"):
         client(server).models.retrieve("gpt-5")
     assert server.base_url.startswith("http://127.0.0.1:")
     assert server.base_url != free.base_url
@@ -284,7 +284,7 @@ def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> N
             assert {"name": call.name, "arguments": json.loads(call.arguments)} == CALL
         (one,) = taken(server, leader, key)
         assert (one.turns, one.metrics["server/retemplated"]) == (2, 0.0)
-        with pytest.raises(openai.NotFoundError, match="is not known here: a trajectory keeps its own until it ends"):
+        with pytest.raises(openai.NotFoundError, match="is not known: responses are stored with their trajectory"):
             api.responses.create(model="policy", input="?", previous_response_id=answer.id)
 
 
@@ -309,7 +309,7 @@ def test_calls_in_messages_are_recognised_when_they_come_back(leader: Leader) ->
     chat = as_chat(AnthropicMessagesRequest(model="policy", max_tokens=1, messages=messages), handler)
     for content in (content_blocks, blocks):
         history = ChatHistory(None)
-        message = said_in("/v1/messages", {"content": content})
+        message = message_in("/v1/messages", {"content": content})
         history.record(QUESTION, message, Generation([1], [0.0], prompt_ids=[2]))
         prefix = history.known_prefix(chat["messages"])
         assert prefix is not None and (prefix.ids, prefix.messages) == ([2, 1], 2)
@@ -361,7 +361,7 @@ REFUSED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [{"type": "web_search"}]},
         "a tool is of type 'web_search', but this server runs no tools",
     ),
-    ("/responses", {"background": True}, "background is set, but this server keeps only responses: use previous_"),
+    ("/responses", {"background": True}, "background is set, but this server stores only responses: use previous_"),
     ("/messages", {"temperature": 0.5}, "temperature is 0.5, but"),
     ("/messages", {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice is {"),
 ]
@@ -553,8 +553,8 @@ def test_unreadable_tool_calls_are_logged_in_a_line_and_counted(
         assert answer.choices[0].message.content == "<tool_call>{"
     assert [t.metrics.get("server/unread_calls") for t in taken(free, leader, key)] == [2.0, None]
     warnings = [record for record in caplog.records if "parser" in record.name]
-    assert [(record.exc_info, record.message[:36]) for record in warnings] == [
-        (None, "tool calls of an answer cannot be re")
+    assert [(record.exc_info, record.message[:37]) for record in warnings] == [
+        (None, "an answer's tool calls cannot be read")
     ]
 
 
@@ -748,7 +748,7 @@ def test_no_request_takes_the_room_of_other_trajectories(strict: OpenAIServer, l
     assert statuses(strict.base_url, [{"x-hotbunk-trajectory": "a"}]) == [401]
     assert statuses(strict.base_url, [bearer | {"x-hotbunk-trajectory": key} for key in "aabcd"]) == [200] * 4 + [429]
     keys = [opened(strict, leader) for _ in range(3)]
-    with pytest.raises(TooManyConversations, match="3 trajectories are being captured"):
+    with pytest.raises(TooManyConversations, match="3 trajectories are open, which is the limit"):
         opened(strict, leader)
     both = {"authorization": f"Bearer {keys[0]}", "x-hotbunk-trajectory": "e"}
     guessed = {"authorization": "Bearer a"}  # the key of a header, which anybody may guess
@@ -783,12 +783,12 @@ def test_bounds_hold_for_numbers_of_every_json_type(server: OpenAIServer, free: 
     for number in (2**64, "18446744073709551616"):
         assert (
             answer_to(free, stream_interval=number)[1]
-            == "stream_interval is 18446744073709551616, which is out of all bounds"
+            == "stream_interval is 18446744073709551616, which does not fit in 64 bits"
         )
     assert answer_to(free, best_of=3)[1].startswith("best_of is 3, but")
     assert answer_to(free, bad_words=["x"] * 5000) == (400, "bad_words has 5000 entries, but may have at most 4096")
     if path == "/v1/completions":
-        sentence = "9 prompts with n 114 ask for more than 1024 answers: ask in parts"
+        sentence = "9 prompts with n 114 ask for more than 1024 answers: split them up"
         assert answer_to(free, prompt=["hi"] * 9, n="114") == (400, sentence)
 
 
@@ -796,9 +796,13 @@ def test_a_grammar_that_no_token_fits_is_the_clients_error(free: OpenAIServer) -
     api = client(free, "secret")
     extra = {"structured_outputs": {"grammar": "root ::= root root"}}
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="no token fits what structured_outputs or response_format"):
+        with pytest.raises(
+            openai.BadRequestError, match="no token fits the grammar of structured_outputs or response_format"
+        ):
             api.chat.completions.create(model="policy", messages=QUESTION, stream=stream, extra_body=extra)
-        with pytest.raises(openai.BadRequestError, match="no token fits what structured_outputs or response_format"):
+        with pytest.raises(
+            openai.BadRequestError, match="no token fits the grammar of structured_outputs or response_format"
+        ):
             api.completions.create(model="policy", prompt="hi", stream=stream, extra_body=extra)
 
 

@@ -42,7 +42,7 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
     sampled = [row.split()[-1] for row in metrics.splitlines() if row.startswith("vllm:generation_tokens_total{")]
     assert str(tiny_qwen2) not in metrics
     assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in metrics
-    with pytest.raises(openai.BadRequestError, match="takes no trajectories' keys in x-hotbunk-trajectory"):
+    with pytest.raises(openai.BadRequestError, match="takes no trajectory keys in the header x-hotbunk-trajectory"):
         api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
     family = writers(process.stdout)
     process.send_signal(signal.SIGINT)

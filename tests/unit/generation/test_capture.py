@@ -80,10 +80,10 @@ def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, li
 def test_empty_answers_that_a_client_leaves_out_are_put_back() -> None:
     """openai-agents goes on as a user, pydantic-ai as the system; an answer that is there stays the only one."""
     asked, empty = [{"role": "user", "content": "q"}], {"role": "assistant", "content": ""}
-    conversation = ServedConversation("key", silent={as_key(asked)})
+    conversation = ServedConversation("key", answered_empty={as_key(asked)})
     for role in ("user", "system", "developer"):
         more = {"role": role, "content": "r"}
-        assert conversation.with_silence([*asked, more]) == [*asked, empty, more]
+        assert conversation.with_empty_answers([*asked, more]) == [*asked, empty, more]
     for more in (empty, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "a"}):
-        assert conversation.with_silence([*asked, more]) == [*asked, more]
-    assert conversation.with_silence(asked) == asked
+        assert conversation.with_empty_answers([*asked, more]) == [*asked, more]
+    assert conversation.with_empty_answers(asked) == asked

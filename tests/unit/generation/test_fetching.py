@@ -104,5 +104,5 @@ def test_nothing_is_asked_of_this_machine_however_it_is_named(internet: Threadin
 
 
 def test_a_file_that_is_too_large_is_not_read_to_its_end(at: str) -> None:
-    with pytest.raises(ValueError, match="has more than 7 bytes, rollout.max_image_mib"):
+    with pytest.raises(ValueError, match="has more than 7 bytes, the limit of rollout.max_image_mib"):
         asyncio.run(fetch(f"{at}/file", 7))
