@@ -1,1 +1,1 @@
-"""Rollouts: from one generation per prompt to tools, environments, one's own code, and clients of a server."""
+"""Rollouts at six levels: one answer, tools, environments, custom functions, samplers, and clients of a server."""

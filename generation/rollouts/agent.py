@@ -1,9 +1,9 @@
-"""Levels 2 and 3: answers and tool calls in turn, with functions as tools or with an environment's methods.
+"""Levels 2 and 3: answers and tool calls alternate; the tools are functions, or an environment's methods.
 
-Calls may also stand inside an answer: the engine stops at the end tag, the result is appended, generation resumes. (A
-logits processor that forces the result's tokens would be worse: the whole batch waits while a tool runs, forced and
-sampled tokens look the same, sequences share one processor's state, and markers that tokenise differently in context
-are missed. The engine looks for the end tag in the text, however it is tokenised.)
+Calls may also be inside an answer: the engine stops at the end tag, the result is appended, and generation resumes. The
+engine looks for the end tag in the text, however it is tokenised. A logits processor that forces the result's tokens
+would be worse: the whole batch would wait while a tool runs, forced and sampled tokens would look the same, sequences
+would share one processor's state, and tags that are tokenised differently in context would be missed.
 """
 
 import functools
@@ -24,7 +24,7 @@ _ENVIRONMENT = "it must be a class with a method reset(**row), or a function tha
 
 @dataclass(frozen=True)
 class Agent:
-    """The policy's way of calling tools. `describe`: chat templates are given their schemas to render a prompt."""
+    """How the policy calls tools. With `describe`, chat templates get the tools' schemas to render a prompt."""
 
     runner: ToolRunner
     parse: CallParser
@@ -34,10 +34,10 @@ class Agent:
 
 
 def tool_rollout(agent: Agent) -> RolloutFunction:
-    """Level 2: the policy answers, its calls are run all at once, and so on until it answers without a call."""
+    """Level 2: the policy answers and an answer's calls run at once, in turn, until an answer has no call."""
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-        """One answer, extended by the results of the calls in it."""
+        """Run one episode."""
         chat = llm.conversation()
         await converse(chat, sampling, agent)
         return chat.trajectory()
@@ -54,18 +54,18 @@ async def converse(
     respond: Callable[[str], Awaitable[str | None]] | None = None,
     after_turn: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Answers and replies in turn until an answer calls nothing or is cut, or turns or context run out.
+    """Alternate answers and replies until an answer has no call or is cut, or turns or context run out.
 
-    A turn's calls run at once, or `in_order`; `after_turn` is called when they have been run. `respond` gives the next
-    message to an answer that calls nothing, or None at the end; it sees the last answer, too.
+    A turn's calls run at once, or one after the other with `in_order`; then `after_turn` is called. `respond` gets each
+    answer without a call, the last one included, and returns the next message, or None at the end.
     """
     while (generation := await chat.sample(sampling)) is not None:
-        # A cut answer may end inside a call: that is truncation, not a mistake to answer.
+        # An answer that was cut may end inside a call, to which an error would be the wrong reply.
         calls = agent.parse(chat.answer) if generation.finish_reason == "stop" else []
         last = chat.turns == agent.max_turns
         if calls and not last:
             replies = await chat.llm.outside(agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order))
-            # Names and ids are for the templates that show them, some in nine characters.
+            # Some chat templates render names and ids, and some of those require ids of nine characters.
             chat.add(
                 [
                     {"role": "tool", "content": reply, "name": call.name or "unknown", "tool_call_id": f"call{i:05d}"}
@@ -86,7 +86,7 @@ async def converse(
 
 @dataclass(frozen=True)
 class InlineTags:
-    """The tags around calls and results inside an answer."""
+    """The tags around calls and their results inside an answer."""
 
     start: str = "<function>"
     end: str = "</function>"
@@ -97,11 +97,11 @@ class InlineTags:
 def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunction:
     """Level 2 with calls inside one answer: `<function> multiply(3, 302) </function>`; `agent.parse` is not used.
 
-    `sampling.max_tokens` is for the answer as a whole, results left out.
+    `sampling.max_tokens` is for the complete answer, without the results in it.
     """
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-        """One episode in an environment of its own, which is closed however it ends."""
+        """Run one episode: one answer, extended by the results of the calls in it."""
         chat = llm.conversation()
         stopping = replace(sampling, stop=[*sampling.stop, tags.end])
         left, calls = sampling.max_tokens, 0
@@ -123,10 +123,9 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
 
 
 def pending_call(text: str, tags: InlineTags) -> str | None:
-    """The text between the tags of the call that `text` ends with; None when it ends otherwise.
+    """Returns the text between the tags of the call that `text` ends with, or None if it does not end with a call.
 
-    The last token may reach a little beyond the end tag. An end tag without a start is an empty call, which gets an
-    error for an answer.
+    The last token may reach beyond the end tag. An end tag without a start tag is an empty call, which gets an error.
     """
     before, end, _ = text.rpartition(tags.end)
     if not end:
@@ -135,7 +134,10 @@ def pending_call(text: str, tags: InlineTags) -> str | None:
 
 
 def environment_tools(cls: type) -> dict[str, Tool]:
-    """An environment's public methods as tools, except its own five. Raises ValueError naming one that cannot be."""
+    """Returns an environment's public methods as tools, except for the five that the rollout calls itself.
+
+    Raises ValueError naming a method that cannot be a tool.
+    """
     methods = {name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
     return tools.tools_by_name(
         tools.make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
@@ -145,8 +147,8 @@ def environment_tools(cls: type) -> dict[str, Tool]:
 
 
 def environment_class(make: Callable[..., Any], kwargs: dict[str, Any]) -> type:
-    """The class of the environments that `make` gives: itself, or of the one that a function makes on trial, as TRL's
-    `environment_factory` does. Raises ValueError unless it has a method reset.
+    """Returns the class of the environments that `make` makes: `make` itself if it is a class. A function, like TRL's
+    `environment_factory`, is called once to find out. Raises ValueError unless the class has a method `reset`.
     """
     cls: Any = make
     if not inspect.isclass(make):
@@ -165,22 +167,22 @@ def environment_class(make: Callable[..., Any], kwargs: dict[str, Any]) -> type:
 def environment_rollout(
     cls: type, kwargs: dict[str, Any], agent: Agent, make: Callable[..., Any] | None = None
 ) -> RolloutFunction:
-    """Level 3: an object of the class for each trajectory, its methods as tools beside those of `agent`; the class
-    itself makes it, or `make`.
+    """Level 3: an environment for each trajectory, whose methods are tools beside those of `agent`.
 
-    All of its methods may be sync or async; calls of one turn run in order, as they share the object.
+    The environment is made by `make`, or by its class `cls`. All of its methods may be sync or async. The calls of one
+    turn run in order, since they share the environment.
 
-        reset(**row)        first; gets the columns of the row that it asks for. It returns None, or a string or a list
-                            of messages, which is added to the last message of the prompt, or takes the prompt's place
-        respond(answer)     optional: gets the text of each answer that calls nothing, and returns the next message, or
+        reset(**row)        called first, with the columns of the row that it has parameters for. Returns None; or a
+                            string, which is added to the last message of the prompt; or a list of messages, which
+                            replaces the prompt
+        respond(answer)     optional: gets the text of each answer without a call, and returns the next message, or
                             None at the end
+        turn_reward()       optional: returns a number after each answer and its calls; these numbers are summed
+        get_reward(t)       optional: returns a number, or several by name, at the end. The parameter may be left out;
+                            it is the trajectory, whose `text` is the last answer
+        close()             optional: called at the end, also after an error
 
-    Where a string is meant, `reset`, `respond` and tools may return a Pillow image, or a list of text and such images.
-
-        turn_reward()       optional: a number after each answer, its calls included; they are summed
-        get_reward(t)       optional: a number, or several by name, at the end; the argument, which it need not take,
-                            is the trajectory, whose `text` is the last answer
-        close()             optional: always called
+    Instead of a string, `reset`, `respond` and tools may return a Pillow image, or a list of texts and such images.
     """
     methods = environment_tools(cls)
     agent = replace(agent, tools=tools.tools_by_name([*agent.tools.values(), *methods.values()]))
@@ -190,7 +192,7 @@ def environment_rollout(
         environment = await llm.outside(call(functools.partial(make or cls, **kwargs)))
         bound = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
         try:
-            observation = await llm.outside(call(_asked_for(environment.reset, row)))
+            observation = await llm.outside(call(_with_columns(environment.reset, row)))
             chat = _after_reset(llm, observation, agent)
             return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **bound}))
         finally:
@@ -201,7 +203,7 @@ def environment_rollout(
 
 
 async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingSettings, agent: Agent) -> Trajectory:
-    """All turns in an environment, then the reward."""
+    """Runs all turns of an episode in an environment. Returns its trajectory with the reward."""
     cls, turn_rewards = type(environment).__name__, list[float]()
 
     async def turn_reward() -> None:
@@ -217,8 +219,8 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
     await converse(chat, sampling, agent, in_order=True, respond=responding, after_turn=after_turn)
     trajectory, final = chat.trajectory(text=chat.answer), dict[str, float]()
     if (function := getattr(environment, "get_reward", None)) is not None:
-        asked_for = [trajectory] if inspect.signature(function).parameters else []
-        returned = await chat.llm.outside(agent.runner.call(functools.partial(function, *asked_for)))
+        arguments = [trajectory] if inspect.signature(function).parameters else []
+        returned = await chat.llm.outside(agent.runner.call(functools.partial(function, *arguments)))
         description = f"{cls}.get_reward returned"
         if isinstance(returned, dict):
             final = {name: checked_reward(value, f"{description} as {name!r}") for name, value in returned.items()}
@@ -230,8 +232,8 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
     return trajectory
 
 
-def _asked_for(function: Callable[..., Any], row: dict[str, Any]) -> functools.partial[Any]:
-    """The function with the columns of the row that it asks for; with all of them where it takes `**row`."""
+def _with_columns(function: Callable[..., Any], row: dict[str, Any]) -> functools.partial[Any]:
+    """Binds the columns of the row that a function has parameters for; all of them where it takes `**row`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return functools.partial(function, **row)
@@ -239,7 +241,7 @@ def _asked_for(function: Callable[..., Any], row: dict[str, Any]) -> functools.p
 
 
 def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation:
-    """A conversation that begins with the environment's first words, rendered as the dataset's prompts are."""
+    """Returns a conversation that begins with the environment's first observation, rendered as prompts are."""
     if observation is None:
         return llm.conversation()
     if isinstance(observation, str) and llm.messages is None:
@@ -263,7 +265,7 @@ def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation
 
 
 def _joined(before: Content, added: Content) -> Content:
-    """A message's content with more behind it, on a line of its own."""
+    """Returns a message's content with more content after it, on a new line."""
     if isinstance(before, str) and isinstance(added, str):
         return f"{before}\n{added}"
     parts = [

@@ -1,11 +1,11 @@
-"""Level 6: any OpenAI client is a rollout. It talks to a server on the engine, which captures the answers.
+"""Level 6: any OpenAI client can be a rollout. It sends requests to a server on the engine, which captures the answers.
 
     async def client(base_url, api_key, model, row):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
             answer = await openai.chat.completions.create(model=model, messages=[...])
         return 1.0 if row["answer"] in answer.choices[0].message.content else 0.0
 
-The client's code runs on a thread of its own: it may block, and the engine does not wait for it.
+The client's code runs on a separate thread, so the engine goes on where that code blocks.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ MODEL = "policy"
 
 
 class Scored(NamedTuple):
-    """A client's result: a reward, several by name, whose sum counts, or None to leave that to others; and figures."""
+    """A client's result: its reward, or several by name that are summed, or None; and metrics by name."""
 
     reward: Any
     metrics: Mapping[str, Any] = {}
 
 
 Client = Callable[[str, str, str, dict[str, Any]], Awaitable[Any] | Any]
-"""Called with base URL, API key, the model's name and the row; gives a reward, several by name, None, or `Scored`."""
+"""Called with base URL, API key, model name and row; returns a reward, several by name, None, or a `Scored`."""
 
 
 class CapturingServer(Protocol):
@@ -63,21 +63,22 @@ class CapturingServer(Protocol):
 
 
 StartServer = Callable[..., Awaitable[CapturingServer]]
-"""Starts a server on an engine, its argument; by keyword it gets `model_name`, `api_key`, `sampling`,
-`eos_token_ids` and `image_rules`.
+"""Starts a server on the engine that it gets as its argument. Its keyword arguments are `model_name`, `api_key`,
+`sampling`, `eos_token_ids` and `image_rules`.
 """
 
 
 class LostKey(ValueError):
-    """A client has sent requests without its trajectory's key; none of them was answered."""
+    """A client has sent requests without its trajectory's key, which the server has refused."""
 
 
 @dataclass(eq=False)
 class ClientRollout:
-    """A `RolloutFunction`: an episode is a call of a client, sync or async. The server it starts ends with `aclose`.
+    """A `RolloutFunction` whose episodes are calls of a client. The first episode starts the server; `aclose` ends it.
 
-    `timeout_s` is how long one call of the client may take, parked time left out; `end_client` is called once, where
-    the client was. Raises ValueError if the client cannot be called.
+    The client is called for each episode; it may be sync or async. A call may take `timeout_s` seconds, not counting
+    the time for which answers are parked between slices. `end_client` is called once at the end, on the client's event
+    loop. Raises ValueError if the client cannot be called.
     """
 
     client: Client
@@ -92,9 +93,10 @@ class ClientRollout:
         self._starting = asyncio.Lock()
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
-        """One run of the client; a trajectory for each of its conversations, all with the reward that it returned.
-        Raises TimeoutError where it takes longer than it may, LostKey where it has sent requests without its key,
-        ValueError where it has asked for nothing or its reward is not a finite number, and as `call_user` does.
+        """Calls the client once. Returns a trajectory for each of its conversations, all with the reward it returned.
+
+        Raises TimeoutError where the client takes longer than it may, LostKey where it has sent requests without its
+        key, ValueError where it has got no answer or its reward is not a finite number, and as `call_user` does.
         """
         async with self._starting:
             if self._running is None:
@@ -117,7 +119,7 @@ class ClientRollout:
             lost, fatal, trajectories = server.lost_keys(key), server.fatal(key), server.take(key)
             if fatal is not None:
                 llm.fatal = fatal
-            if llm.engine.llm.errored:  # the client has only seen some request fail
+            if llm.engine.llm.errored:  # the client itself can only report that its request has failed
                 llm.fatal = llm.engine.llm.dead_error
         if lost:
             raise LostKey(f"the client lost its key: {lost} of its requests came without the api_key it was given")
@@ -138,8 +140,9 @@ class ClientRollout:
         return trajectories
 
     async def _in_time(self, running: "asyncio.Future[Any]", turnstile: Turnstile | None) -> Any:
-        """The client's result. Raises what it raised, TimeoutError where it is late: seen here, as it may block its own
-        loop.
+        """Returns the client's result. Raises the client's error, or TimeoutError where it takes too long.
+
+        The deadline is kept on this event loop, since the client may block its own.
         """
         begun, left = time.monotonic(), self.timeout_s
         try:
@@ -157,7 +160,7 @@ class ClientRollout:
         server = await self.start_server(
             llm.engine,
             model_name=MODEL,
-            # Without one of the user's it is given to nobody: only keys of open trajectories are answered.
+            # A random key is known to nobody, so that only the keys of open trajectories are accepted.
             api_key=os.environ.get("HOTBUNK_API_KEY") or secrets.token_urlsafe(32),
             sampling=sampling,
             eos_token_ids=tuple(sorted({*sampling.stop_token_ids, *([eos] if eos else [])})),
@@ -168,7 +171,7 @@ class ClientRollout:
         return server, EngineThread("clients")
 
     async def aclose(self) -> None:
-        """Stop the server and the clients' thread; a client that still blocks ends with its connection."""
+        """Stop the server and the clients' thread. A client that still waits for an answer loses its connection."""
         if self._running is not None:
             (server, thread), self._running = self._running, None
             if self.end_client is not None:

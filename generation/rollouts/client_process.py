@@ -1,13 +1,14 @@
-"""Level 6 in processes of its own: an agent in another Python, whose packages need not agree with ours.
+"""Level 6 in separate processes: an agent runs in another Python, whose packages may conflict with Hotbunk's.
 
-The command is started with a clean environment and a socket, whose number is in `HOTBUNK_MESSAGES`. It says
-`{"ready": true}`, and then answers each line with a line, of at most 16 MiB:
+The command is started with a clean environment and a socket, whose file descriptor is in `HOTBUNK_MESSAGES`. It sends
+`{"ready": true}`, and then answers each line with one line of at most 16 MiB:
 
     {"id": "…", "row": {…}, "base_url": "…", "api_key": "…", "model": "policy", "kwargs": {…}}
     {"id": "…", "reward": 1.0 or {"name": 1.0, …} or null, "metrics": {"name": 1.0, …}}   or {"id": "…", "error": "…"}
 
-`generation/rollouts/elsewhere/hotbunk_client.py` does that for a function. A process has one episode at a time.
-Whatever it does instead of answering, it is killed with all that it has started, and the next episode gets a fresh one.
+`generation/rollouts/elsewhere/hotbunk_client.py` does that for a function. A process has one episode at a time. A
+process that does anything except answer is killed with all processes that it has started, and the next episode gets a
+new one.
 """
 
 import asyncio
@@ -31,14 +32,14 @@ from generation.rollouts.client import Scored
 from generation.undoing import undone_by
 
 LONGEST_LINE = 16 << 20
-LONGEST_LOG = 16 << 20  # bytes of what the processes print; the rest is dropped
+LONGEST_LOG = 16 << 20  # bytes of the processes' output that are logged; the rest is dropped
 START_SECONDS = 120.0
-HANDED_ON = ("PATH", "HOME", "LANG")
-_TAIL = 300  # bytes of a process's last words
+INHERITED = ("PATH", "HOME", "LANG")  # environment variables
+_TAIL = 300  # bytes of a process's last output that errors quote
 
 
 class ClientError(RuntimeError):
-    """A client's process has not answered, or has answered with an error."""
+    """A client's process has not answered, or has reported an error."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class ClientCommand:
 
     Attributes:
         command: program and arguments.
-        workers: processes, and so episodes at the same time.
-        env: its environment, besides PATH, HOME and LANG.
-        kwargs: sent with every episode.
-        log: where its output goes; None drops it.
+        workers: the number of processes, and so the number of episodes at the same time.
+        env: environment variables besides PATH, HOME and LANG.
+        kwargs: arguments that are sent with every episode.
+        log: the file for the processes' output; None drops it.
     """
 
     command: Sequence[str]
@@ -61,7 +62,7 @@ class ClientCommand:
 
 
 class ClientProcesses:
-    """A pool of a client's processes, each started when it is first needed. To be used on one event loop."""
+    """A pool of a client's processes, each of which is started when it is first needed. Use it on one event loop."""
 
     def __init__(self, settings: ClientCommand) -> None:
         self._settings = settings
@@ -70,20 +71,20 @@ class ClientProcesses:
         self._running: set[_Process] = set()
 
     async def run(self, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Scored:
-        """One episode, as a `Client`. Raises ClientError. Cancelled, it kills the process that has the episode."""
+        """Run one episode, as a `Client` does. Raises ClientError. When cancelled, it kills the episode's process."""
         question = {"row": row, "base_url": base_url, "api_key": api_key, "model": model}
         async with self._room:
-            process = await self._next()
+            process = await self._idle_process()
             with undone_by(partial(self._end, process)):
                 answer = await process.ask(question | {"kwargs": dict(self._settings.kwargs)})
             self._idle.append(process)
         if error := answer.get("error"):
-            raise ClientError(f"the client says: {str(error)[:_TAIL]}")
+            raise ClientError(f"the client reports an error: {str(error)[:_TAIL]}")
         metrics = answer.get("metrics")
         return Scored(answer.get("reward"), metrics if isinstance(metrics, dict) else {})
 
-    async def _next(self) -> "_Process":
-        """One that is free and alive, or another."""
+    async def _idle_process(self) -> "_Process":
+        """Returns a process that is idle and alive; starts one if there is none."""
         while self._idle:
             process = self._idle.pop()
             if process.alive():
@@ -100,16 +101,16 @@ class ClientProcesses:
         self._running.discard(process)
 
     async def aclose(self) -> None:
-        """Kill all processes, whatever they do."""
+        """Kill all processes, also those that have an episode."""
         for process in list(self._running):
             self._end(process)
 
 
 class Copier(AbstractContextManager["Copier"]):
-    """A pipe for a process's output, which a thread copies to a log, up to `LONGEST_LOG`; the rest is dropped."""
+    """A pipe for a process's output. A thread copies the output to a log of at most `LONGEST_LOG` bytes."""
 
     def __init__(self, log: Path | None) -> None:
-        """`log`: None drops everything."""
+        """Open the pipe. If `log` is None, all output is dropped."""
         read, write = os.pipe()
         self.input = os.fdopen(write, "wb")
         self._tail = b""
@@ -117,11 +118,11 @@ class Copier(AbstractContextManager["Copier"]):
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """The process has its own end of the pipe by now, or will not have one."""
+        """Close this process's copy of the pipe's input; the process that was started has another one."""
         self.input.close()
 
     def end(self) -> str:
-        """The last that was written, once the process has ended."""
+        """Returns the end of the output, once the process has ended."""
         self.input.close()
         self._thread.join(5.0)
         return self._tail.decode(errors="replace")
@@ -140,7 +141,7 @@ class _Process:
 
     def __init__(self, settings: ClientCommand) -> None:
         self._ours, theirs = socket.socketpair()
-        inherited = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         number = theirs.fileno()
         environment = inherited | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
         self._program = settings.command[0]
@@ -153,7 +154,7 @@ class _Process:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     pass_fds=[number],
-                    start_new_session=True,  # so that what it starts is killed with it
+                    start_new_session=True,  # so that the processes it starts can be killed with it
                 )
         except OSError as error:
             self._ours.close()
@@ -164,73 +165,76 @@ class _Process:
         self._writer: asyncio.StreamWriter | None = None
 
     async def begin(self) -> None:
-        """Wait until it is ready. Raises ClientError."""
+        """Wait until the process is ready. Raises ClientError."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._ours, limit=LONGEST_LINE)
         try:
             async with asyncio.timeout(START_SECONDS):
-                message = await self._line()
+                message = await self._read_message()
         except TimeoutError as late:
-            raise ClientError(f"{self._program} was not ready within {START_SECONDS:g} s{self._words()}") from late
+            raise ClientError(f"{self._program} was not ready within {START_SECONDS:g} s{self._last_line()}") from late
         if message.get("ready") is not True:
-            raise ClientError(f'{self._program} began with something else than {{"ready": true}}')
+            raise ClientError(f'{self._program} did not begin with {{"ready": true}}')
 
     def alive(self) -> bool:
-        """True while it runs. It says nothing unasked, as one does that means to answer the next question early."""
+        """Returns True if the process runs, and has sent nothing since its last answer.
+
+        A process that sends an answer before the next question is not to be trusted.
+        """
         quiet = not self._reader._buffer  # type: ignore[attr-defined]
         return quiet and not self._reader.at_eof() and not self._ended()
 
     def _ended(self) -> bool:
-        """Return True if the process has ended; it is not reaped before `kill`, so that its number stays its own."""
+        """Returns True if the process has ended. `kill` reaps it, so that no other process gets its id before."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Ask the client a question, and return its answer. Raises ClientError."""
         assert self._writer is not None
-        name = secrets.token_hex(8)  # which it cannot know before it is asked
+        name = secrets.token_hex(8)  # random, so that an answer cannot have been sent before the question
         line = json.dumps({"id": name} | question, default=str).encode()
         if len(line) >= LONGEST_LINE:
-            raise ClientError(f"the row is larger than {LONGEST_LINE:,} bytes, the most that a client is sent")
-        with suppress(ConnectionError):  # which the end of what it says will tell
+            raise ClientError(f"the row is larger than {LONGEST_LINE:,} bytes, the most that a client can be sent")
+        with suppress(ConnectionError):  # reading the answer will report that the process has ended
             self._writer.write(line + b"\n")
             await self._writer.drain()
-        answer = await self._line()
+        answer = await self._read_message()
         if answer.get("id") != name:
-            raise ClientError(f"{self._program} answered something that it was not asked")
+            raise ClientError(f"{self._program} answered with another id than that of its question")
         return answer
 
-    async def _line(self) -> dict[str, Any]:
+    async def _read_message(self) -> dict[str, Any]:
         try:
             line = await self._reader.readuntil(b"\n")
             message = json.loads(line)
         except asyncio.LimitOverrunError as error:
             raise ClientError(f"{self._program} sent a line of more than {LONGEST_LINE:,} bytes") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            for _ in range(20):  # the socket's end comes just before its own
+            for _ in range(20):  # the socket of a process closes just before the process has ended
                 if by_itself := self._ended():
                     break
                 await asyncio.sleep(0.05)
             self.kill()
             ended = f"ended with exit code {self._process.returncode}" if by_itself else "closed its socket"
-            raise ClientError(f"{self._program} {ended} before it answered{self._words()}") from error
+            raise ClientError(f"{self._program} {ended} before it answered{self._last_line()}") from error
         except (ValueError, RecursionError) as error:
             raise ClientError(f"{self._program} sent a line that is not JSON") from error
         if not isinstance(message, dict):
             raise ClientError(f"{self._program} sent a line that is not a JSON object")
         return message
 
-    def _words(self) -> str:
-        """Kill the process, so that all its output is here, and return what it printed last."""
+    def _last_line(self) -> str:
+        """Kill the process, so that its output is complete. Returns its last line as the end of an error message."""
         self.kill()
         lines = self._copier.end().split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; it last printed: {last}" if last else ""
 
     def kill(self) -> None:
-        """End it and all that it has started, whatever they do, in sessions of their own, too."""
+        """Kill the process and all processes that it has started, including those in other sessions."""
         if self._process.returncode is None:
             below: list[psutil.Process] = []
             with suppress(ProcessLookupError, psutil.Error):
-                os.killpg(self._process.pid, signal.SIGSTOP)  # so that it starts no more
+                os.killpg(self._process.pid, signal.SIGSTOP)  # so that it starts no further processes
                 below = psutil.Process(self._process.pid).children(recursive=True)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

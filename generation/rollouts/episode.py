@@ -1,4 +1,4 @@
-"""One episode: the policy as a rollout function sees it, and a conversation whose ids are only ever appended to."""
+"""One episode: the handle on the policy that a rollout function gets, and a conversation that only appends ids."""
 
 import asyncio
 import functools
@@ -28,8 +28,8 @@ T = TypeVar("T")
 class RolloutSettings:
     """One step's rollouts: `group_size` samples of each prompt by the policy of `policy_version`.
 
-    `seed` and `step` only choose the samples' seeds. The prompts were rendered with `chat_template_kwargs`. Answers of
-    an `evaluation` are not trained on.
+    `seed` and `step` only decide the samples' seeds. The prompts were rendered with `chat_template_kwargs`. With
+    `evaluation`, the answers are not trained on.
     """
 
     group_size: int
@@ -42,25 +42,25 @@ class RolloutSettings:
 
 
 class SamplingError(RuntimeError):
-    """One request ended without an answer."""
+    """A request ended without an answer."""
 
 
 @dataclass(eq=False, repr=False)
 class PolicyLLM:
-    """One episode's handle on the policy. A rollout function gets one of its own, so it shares nothing by accident.
+    """One episode's handle on the policy. Each episode has a separate one, so that episodes share nothing.
 
     Attributes:
-        prompt_index, sample_index: which episode this is.
-        prompt_ids: the row's prompt, chat template applied.
-        messages: the messages it was rendered from; None where the prompt is plain text or ids.
-        images, image_spans: of the row's prompt; see `Trajectory`.
-        image_rules: how the run treats images; None: it has none.
-        room: the places of episodes in the engine, one of which this one has; None: there are as many as it takes.
-        turnstile: the episode's way through the gate where answers grow slice by slice; None: they are not cut.
-        unfinished: the answer that the first one goes on from, if there is one.
-        calls: the number of requests so far; the next one's seed depends on it.
-        sampled: its answers so far; noted with a turnstile, and where the engine tells routes.
-        fatal: the error of the engine itself, if there was one: it ends the rollout whatever the function does with it.
+        prompt_index, sample_index: the episode's prompt in the step, and its sample among those of the prompt.
+        prompt_ids: the row's prompt with the chat template applied.
+        messages: the messages that the prompt was rendered from; None where the prompt is plain text or ids.
+        images, image_spans: the images of the row's prompt and their places; see `Trajectory`.
+        image_rules: how the run treats images; None: the run has none.
+        room: the engine's places for episodes, one of which this episode holds; None: their number is not limited.
+        turnstile: the episode's access to the gate where answers grow slice by slice; None: answers are not cut.
+        unfinished: a parked answer that the episode's first answer continues, if there is one.
+        calls: the number of requests so far, on which the next request's seed depends.
+        sampled: the answers so far; they are kept where there is a turnstile, or the engine returns routes.
+        fatal: the engine's own error, if there was one; it ends the rollout even if the function catches it.
     """
 
     engine: "Engine"
@@ -82,7 +82,7 @@ class PolicyLLM:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that prompt and response may have together."""
+        """The most tokens of a prompt and its response together."""
         return self.engine.settings.max_model_len
 
     async def sample(
@@ -92,11 +92,11 @@ class PolicyLLM:
         images: Sequence[Image] | None = None,
         image_spans: Spans = (),
     ) -> Generation:
-        """One response to these ids; its seed depends on (seed, step, prompt, sample, number of the call) alone. Raises
-        ValueError where no room is left for a response or vLLM refuses the request, SamplingError where vLLM ended it
-        before it was done.
+        """Samples one response to a prompt. Its seed depends on seed, step, prompt, sample and number of the call only.
 
-        `images` and their places are by default the row's, where the ids begin with the row's prompt.
+        `images` and their places are by default the row's, where the ids begin with the row's prompt. Raises ValueError
+        where no room is left for a response or vLLM refuses the request, SamplingError where vLLM ended the request
+        early.
         """
         settings = self.settings
         seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)
@@ -104,7 +104,7 @@ class PolicyLLM:
         unfinished, self.unfinished = self.unfinished, None
         try:
             if images is None:
-                images, image_spans = self._own_images(prompt_ids)
+                images, image_spans = self._row_images(prompt_ids)
             generation = await self.engine.complete(
                 list(prompt_ids),
                 sampling,
@@ -115,7 +115,7 @@ class PolicyLLM:
                 images=images,
                 image_spans=image_spans,
             )
-        except ImageCountError as error:  # of the model's files: no other episode would fare better
+        except ImageCountError as error:  # the model's files are to blame, so every other episode would fail, too
             self.fatal = ImageCountError(f"prompt {self.prompt_index} of the step: {error}")
             raise self.fatal from None
         except Exception as error:
@@ -128,12 +128,12 @@ class PolicyLLM:
             self.sampled.append(generation)
         return generation
 
-    def _own_images(self, prompt_ids: Sequence[int]) -> tuple[tuple[Image, ...], Spans]:
+    def _row_images(self, prompt_ids: Sequence[int]) -> tuple[tuple[Image, ...], Spans]:
         begins_alike = self.images and list(prompt_ids[: len(self.prompt_ids)]) == self.prompt_ids
         return (self.images, self.image_spans) if begins_alike else ((), ())
 
     def add_routes(self, trajectory: Trajectory) -> None:
-        """Give a trajectory the routes of its latest answer, which are those of all tokens before as well."""
+        """Give a trajectory the routes of its latest answer, which cover all tokens before it, too."""
         ids = trajectory.prompt_ids + trajectory.response_ids
         answers = (answer for answer in reversed(self.sampled) if ids[: len(answer.ids)] == answer.ids)
         if trajectory.routes is None and (latest := next(answers, None)) is not None:
@@ -141,8 +141,8 @@ class PolicyLLM:
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator[None]:
-        """Around a wait for anything except the engine: another episode may have this one's place meanwhile, and where
-        answers grow slice by slice, this one is waited for.
+        """Surrounds a wait for anything except the engine. Another episode may take this one's place meanwhile; where
+        answers grow slice by slice, the slice does not end before the wait has ended.
         """
         with self.turnstile.away() if self.turnstile is not None else nullcontext():
             if self.room is None:
@@ -155,21 +155,22 @@ class PolicyLLM:
                 await self.room.acquire()
 
     async def outside(self, work: Awaitable[T]) -> T:
-        """The result of something that is not the engine's, waited for as `away` says."""
+        """Returns the result of work outside the engine, which is awaited within `away`."""
         async with self.away():
             return await work
 
     def conversation(self, prompt_ids: Sequence[int] | None = None) -> "Conversation":
-        """An empty conversation that begins with the row's prompt, or with other ids."""
+        """Returns an empty conversation that begins with the row's prompt, or with other ids."""
         return Conversation(self, self.prompt_ids if prompt_ids is None else prompt_ids)
 
     def trajectory(self, prompt_ids: Sequence[int] | None = None, **fields: Any) -> Trajectory:
-        """A trajectory with this one's place and weight version filled in.
+        """Returns a trajectory of this episode, with its indices and weight version filled in.
 
-        `fields` are further ones of `Trajectory`: `response_ids`, `loss_mask` and `logprobs`, or none of them.
+        `fields` are further fields of `Trajectory`, among them `response_ids`, `loss_mask` and `logprobs`, or none of
+        these three.
         """
         if "images" not in fields:
-            images, spans = self._own_images(self.prompt_ids if prompt_ids is None else prompt_ids)
+            images, spans = self._row_images(self.prompt_ids if prompt_ids is None else prompt_ids)
             fields |= {"images": images, "image_spans": spans}
         return Trajectory(
             prompt_index=self.prompt_index,
@@ -181,10 +182,10 @@ class PolicyLLM:
 
 
 class Conversation(Trajectory):
-    """A trajectory in the making; made by `PolicyLLM.conversation`.
+    """A trajectory that grows turn by turn; `PolicyLLM.conversation` makes it.
 
-    Sampled ids stay as they are; of other people's messages, only the new text is encoded. So a turn costs the same few
-    calls of the tokenizer however long the conversation is, and each prompt begins with all ids before it.
+    Sampled ids stay as they are, and only the text of new messages is encoded. So the cost of a turn does not depend on
+    the length of the conversation, and each prompt begins with all ids before it.
 
         chat = llm.conversation()
         while (generation := await chat.sample(sampling)) is not None and not finished(chat.answer):
@@ -194,7 +195,7 @@ class Conversation(Trajectory):
     Attributes:
         turns: the number of answers so far.
         answer_start: where the latest answer begins in `response_ids`.
-        finish_reason: of the latest answer; "length" when the context had no room for the next turn.
+        finish_reason: why the latest answer ended; "length" where the context had no room for the next turn.
     """
 
     def __init__(self, llm: PolicyLLM, prompt_ids: Sequence[int]) -> None:
@@ -204,12 +205,12 @@ class Conversation(Trajectory):
 
     @property
     def ids(self) -> list[int]:
-        """Everything so far: the next prompt."""
+        """All ids so far, which are the next prompt."""
         return self.prompt_ids + self.response_ids
 
     @property
     def answer(self) -> str:
-        """The text since the latest answer's beginning, without the token that ended it."""
+        """The text from the latest answer on, without the token that ended it."""
         ids = self.response_ids[self.answer_start :]
         if ids and ids[-1] in self._ends:
             ids.pop()
@@ -220,9 +221,9 @@ class Conversation(Trajectory):
         return {self.llm.tokenizer.eos_token_id, *self.llm.settings.sampling.stop_token_ids}
 
     async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> Generation | None:
-        """The policy's next answer, already appended; None, and `finish_reason` "length", when there is no room for it.
+        """Samples and appends the policy's next answer. Returns None, with `finish_reason` "length", if it has no room.
 
-        Where it `continues` the latest answer, it does not begin another.
+        With `continues`, the new tokens belong to the latest answer.
         """
         length = len(self.prompt_ids) + len(self.response_ids)
         budget = 0 if self._full else response_budget(length, sampling.max_tokens, self.llm.max_model_len)
@@ -239,10 +240,11 @@ class Conversation(Trajectory):
         return generation
 
     def add(self, messages: list[dict[str, Any]]) -> None:
-        """Append messages of others, and the opening of the policy's next answer; they are context, not learned.
+        """Append messages that the policy has not written, and the opening of its next answer. They are not trained on.
 
-        Messages that leave no room for an answer are not appended: the next `sample` gives None. Their content may be a
-        list of parts with images among them (`split_images`), where the run has images; they may raise ValueError.
+        Messages that leave no room for an answer are not appended: the next `sample` returns None. Where the run has
+        images, a message's content may be a list of parts with images among them (`split_images`); images that cannot
+        be used raise ValueError.
         """
         template = self.llm.settings.chat_template_kwargs
         images: tuple[Image, ...] = ()
@@ -261,7 +263,7 @@ class Conversation(Trajectory):
             self.image_spans += tuple((begin + start, length) for start, length in spans)
 
     def read_images(self, sources: Sequence[Any]) -> tuple[Image, ...]:
-        """Images that came up in the episode; ValueError where they are too many, or too large together."""
+        """Reads images that came up in the episode. Raises ValueError where they are too many, or too large."""
         if (rules := self.llm.image_rules) is None:
             raise ValueError("the run has no images: set data.max_images")
         images = rules.read(sources)
@@ -272,7 +274,7 @@ class Conversation(Trajectory):
         return images
 
     def add_ids(self, token_ids: Sequence[int]) -> bool:
-        """Append ids that the policy did not sample, unless they leave no room for an answer; whether it did."""
+        """Append ids that the policy did not sample. Returns False if that would leave no room for an answer."""
         length = len(self.prompt_ids) + len(self.response_ids) + len(token_ids)
         if response_budget(length, 1, self.llm.max_model_len) == 0:
             self._full = True
@@ -281,19 +283,19 @@ class Conversation(Trajectory):
         return not self._full
 
     def trajectory(self, **changes: Any) -> Trajectory:
-        """The trajectory so far, with other values for some fields of `Trajectory`."""
+        """Returns the trajectory so far, with `changes` to fields of `Trajectory`."""
         return Trajectory(**({field.name: getattr(self, field.name) for field in fields(self)} | changes))
 
 
 RolloutFunction = Callable[[PolicyLLM, dict[str, Any], SamplingSettings], Awaitable[Trajectory | list[Trajectory]]]
-"""One episode: called with the episode's handle, the dataset's row and the sampling settings.
+"""Runs one episode: called with the episode's handle, the dataset's row and the sampling settings.
 
-Whatever it raises is that episode's failure alone. All levels of rollouts except the fifth become one of these.
+An error that it raises fails only that episode. All levels of rollouts except the fifth are such functions.
 """
 
 
 async def one_shot(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-    """One response to the prompt, and nothing else."""
+    """Level 1: samples one response to the prompt."""
     generation = await llm.sample(llm.prompt_ids, sampling)
     done = llm.trajectory(finish_reason=generation.finish_reason)
     done.extend(generation.token_ids, generation.logprobs)
@@ -301,18 +303,19 @@ async def one_shot(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettin
 
 
 def custom_rollout(target: Any, kwargs: dict[str, Any]) -> RolloutFunction:
-    """Level 4: one's own `async def (llm, row, sampling, **kwargs)`, or a class with such a method `run` or `__call__`.
+    """Level 4: a custom `async def (llm, row, sampling, **kwargs)`, or a class with such a method `run` or `__call__`.
 
-    A class is constructed once, with `kwargs`; its object serves all trajectories. Raises ValueError.
+    A class is constructed once, with `kwargs`, and the object serves all episodes. Raises ValueError where `target` is
+    neither.
     """
     if inspect.isclass(target):
         made = target(**kwargs)
         function: Any = getattr(made, "run", made)
     else:
         function = functools.partial(target, **kwargs) if kwargs else target
-    called = getattr(function, "func", function)  # of a partial
+    called = getattr(function, "func", function)  # the function that a functools.partial calls
     if not (inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))):  # noqa: B004
         raise ValueError(
-            f"{target!r} is not a rollout: write `async def rollout(llm, row, sampling)`, or a class with it"
+            f"{target!r} is not a rollout: write `async def rollout(llm, row, sampling)`, or such a method"
         )
     return cast(RolloutFunction, function)

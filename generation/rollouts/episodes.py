@@ -1,12 +1,13 @@
-"""The episodes of one engine: those of a step, each begun as soon as there is room, and those that outlive a shift.
+"""Runs the episodes of one engine: those of one step, or those that continue over several shifts.
 
-Which engine samples which prompt of a step is decided while they run: every leader claims the next prompt when it has
-room, so one long answer does not idle the others. It never has more than its fair share unfinished, or the first leader
-to begin would claim a small step's prompts before the others can. The samples do not depend on it, since a sample's
-seed depends on its place only. A trajectory continues with its next turn as soon as it can, whatever the others do.
+The engines decide while they run which of them samples which prompt of a step. The leader of an engine claims the next
+prompt when the engine has room, so that no engine idles while another has a long answer. It never has more than its
+share of the prompts unfinished; otherwise the first leader could claim all prompts of a small step. The samples do not
+depend on the engine, since a sample's seed depends on its prompt and sample index only. Each episode goes on with its
+next turn as soon as it can, without waiting for other episodes.
 
-Where answers are cut into slices of tokens, episodes park where a slice ends, and go on in the next shift. Which of
-them have ended after a slice depends on their own tokens alone, so it is the same on any number of engines.
+Where answers are cut into slices of tokens, episodes park at the end of a slice, and go on in the next shift. Whether
+an episode has ended after a slice depends on its own tokens only, so it is the same on any number of engines.
 """
 
 import asyncio
@@ -27,18 +28,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Claim = Callable[[], int | None]
-"""The index of the next prompt that no engine has taken yet, or None when there is none."""
+"""Returns the index of the next prompt that no engine has taken yet, or None when there is none."""
 
 OnSample = Callable[[Trajectory], Awaitable[None]]
-"""Called for each finished trajectory while others still run; scoring happens here."""
+"""Called with each finished trajectory, while others still run, to score it."""
 
 
 @dataclass(frozen=True)
 class EpisodeSetup:
     """The function that runs an episode, and its arguments besides the prompt's ids.
 
-    `rows` of the dataset are by prompt, and so are `messages`, those it was rendered from, where there are any, and
-    `images` with their places among the prompt's ids, where the run has `image_rules`.
+    Attributes:
+        function: the rollout function.
+        tokenizer: the model's tokenizer.
+        rows: the dataset's row of each prompt.
+        messages: the messages that each prompt was rendered from; None for a prompt that is plain text or ids.
+        images: the images of each prompt, and their places among its ids.
+        image_rules: how the run treats images; None: the run has none.
     """
 
     function: RolloutFunction = one_shot
@@ -48,8 +54,8 @@ class EpisodeSetup:
     images: Sequence[tuple[Sequence[StoredImage], Spans]] | None = None
     image_rules: ImageRules | None = None
 
-    def seen(self, prompt: int) -> dict[str, Any]:
-        """The arguments of `PolicyLLM` about images, those of a prompt read. Raises ValueError where one is gone."""
+    def image_arguments(self, prompt: int) -> dict[str, Any]:
+        """Reads a prompt's images. Returns `PolicyLLM`'s arguments for them. Raises ValueError where a file is gone."""
         if not self.images:
             return {}
         images, spans = self.images[prompt]
@@ -66,22 +72,23 @@ async def rollout(
     setup: EpisodeSetup = EpisodeSetup(),
     engines: int = 1,
 ) -> list[Trajectory]:
-    """Sample groups for as many prompts as this engine can claim; returns their trajectories in the order they
-    finished. `engines` share the prompts.
+    """Sample groups for as many prompts as this engine can claim. Returns trajectories in the order they finished.
 
-    An episode that fails becomes a trajectory with `error` set and affects no other: every episode that began is
-    there, however it ended. Where `on_sample` sets `error` on one of an episode's trajectories, all of them have
-    failed. A dead engine, an engine in the wrong state and an error that `on_sample` raises end the rollout.
+    `engines` is the number of engines that share the prompts.
+
+    An episode that fails becomes a trajectory with `error` set, and affects no other episode. Where `on_sample` sets
+    `error` on one of an episode's trajectories, all of its trajectories have failed. A dead engine, an engine in the
+    wrong state and an error that `on_sample` raises end the rollout.
     """
     engine.state.check_can_generate(settings.policy_version)
     finished: list[Trajectory] = []
     begun: dict[tuple[int, int], PolicyLLM] = {}
-    # One group more than the engine runs at once, so that it never waits for us; no more, so that others find work to
-    # claim. Trajectories that wait for tools do not count.
+    # One group more than the engine runs at once, so that the engine always has work; no more than that, so that other
+    # engines find prompts to claim. Episodes that wait for tools do not count.
     room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
     share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
 
-    async def one(llm: PolicyLLM) -> None:
+    async def run_one(llm: PolicyLLM) -> None:
         row = dict(setup.rows[llm.prompt_index]) if setup.rows else {}
         finished.extend(await scored_episode(setup.function, llm, row, on_sample, room))
 
@@ -94,20 +101,20 @@ async def rollout(
                 break
             messages = setup.messages[prompt] if setup.messages else None
             tokenizer = cast("PreTrainedTokenizerBase", setup.tokenizer)
-            seen = setup.seen(prompt)
+            images = setup.image_arguments(prompt)
             for sample in range(settings.group_size):
                 ids = list(prompts[prompt])
-                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, ids, messages, room, **seen)
+                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, ids, messages, room, **images)
                 begun[prompt, sample] = llm
-                group.create_task(one(llm)).add_done_callback(lambda _: share.release())
+                group.create_task(run_one(llm)).add_done_callback(lambda _: share.release())
                 await room.acquire()
     ended = {(t.prompt_index, t.sample_index) for t in finished}
-    # A task group does not notice a task that somebody else has cancelled.
+    # A task group does not notice when a task is cancelled by other code.
     return finished + [lost_episode(llm) for place, llm in begun.items() if place not in ended]
 
 
 def lost_episode(llm: PolicyLLM) -> Trajectory:
-    """The trajectory of an episode whose task somebody else has cancelled."""
+    """Returns the trajectory of an episode whose task was cancelled by other code, such as its own."""
     error = "CancelledError: the episode's task was cancelled by somebody else"
     return llm.trajectory(finish_reason="error", error=error)
 
@@ -115,7 +122,7 @@ def lost_episode(llm: PolicyLLM) -> Trajectory:
 async def scored_episode(
     function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any], on_sample: OnSample, room: asyncio.Semaphore
 ) -> list[Trajectory]:
-    """An episode's trajectories once `on_sample` has seen them; its place in `room` is free before that."""
+    """Runs an episode, frees its place in `room`, and has `on_sample` score its trajectories. Returns them."""
     try:
         trajectories = await run_episode(function, llm, row)
     finally:
@@ -129,8 +136,8 @@ async def scored_episode(
 
 
 async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
-    """An episode's trajectories, a list in any case. Whatever the function raises becomes one trajectory's `error`,
-    except the engine's own failure, which is raised whatever the function made of it.
+    """Runs an episode, and returns its trajectories. An error that the function raises becomes the `error` of a single
+    trajectory. The engine's own failure is raised, even if the function has caught it.
     """
     try:
         trajectories = await contained(_checked(function, llm, row))
@@ -159,13 +166,13 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
 
 @dataclass
 class CarriedGroup:
-    """The episodes of one prompt, from their begin until they are trained. Plain types: checkpoints keep it.
+    """The episodes of one prompt, from their beginning until they are trained on. Checkpoints contain it.
 
     Attributes:
-        place: of its prompt in the sequence that training sees; the lower, the older.
-        born: the step in which it began.
-        done: by sample the trajectories of the episodes that have ended, scored.
-        unfinished: by sample the answers that are parked, where an episode is nothing but one answer.
+        place: the position of the prompt in the sequence of all prompts; a lower one is older.
+        born: the step in which the group began.
+        done: the scored trajectories of the episodes that have ended, by sample.
+        unfinished: the parked answers by sample, where an episode consists of a single answer.
     """
 
     place: int
@@ -176,7 +183,7 @@ class CarriedGroup:
 
 @dataclass(frozen=True)
 class Beginning:
-    """All that is needed to begin, or to go on with, a group. `prompt_index` and `settings` decide its seeds."""
+    """The arguments for starting or continuing a group. `prompt_index` and `settings` decide its seeds."""
 
     group: CarriedGroup
     settings: RolloutSettings
@@ -185,15 +192,15 @@ class Beginning:
     row: Mapping[str, Any]
     messages: list[dict[str, Any]] | None
     on_sample: OnSample
-    seen: Mapping[str, Any] = field(default_factory=dict)  # what `EpisodeSetup.seen` gives
+    images: Mapping[str, Any] = field(default_factory=dict)  # from `EpisodeSetup.image_arguments`
 
 
 @dataclass(eq=False)
 class CarriedEpisodes:
-    """All groups of one engine that are not trained yet. On the engine's event loop, except what does not wait.
+    """All groups of one engine that are not trained on yet. Its coroutines run on the engine's event loop.
 
     Attributes:
-        groups: by place.
+        groups: the groups by place.
     """
 
     engine: Engine
@@ -205,7 +212,7 @@ class CarriedEpisodes:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.engine.settings.max_num_seqs + self.group_size)  # see `rollout`
-        self._turnstiles: dict[tuple[int, int], Turnstile] = {}  # of episodes under way, by place and sample
+        self._turnstiles: dict[tuple[int, int], Turnstile] = {}  # of unfinished episodes, by place and sample
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
@@ -213,20 +220,20 @@ class CarriedEpisodes:
 
     @property
     def unfinished(self) -> int:
-        """Episodes under way."""
+        """The number of unfinished episodes."""
         return len(self._turnstiles)
 
     @property
     def elsewhere(self) -> int:
-        """The number of episodes that are in tools, in their own code, or being scored. For any thread."""
+        """The number of episodes that run tools or their own code, or are being scored. Safe from any thread."""
         return self.slices.elsewhere
 
     def complete(self) -> list[int]:
-        """The places of groups whose episodes have all ended."""
+        """Returns the places of the groups whose episodes have all ended."""
         return [place for place, group in self.groups.items() if len(group.done) == self.group_size]
 
     async def slice(self, version: int, new: Sequence[Beginning]) -> list[int]:
-        """Let every episode under way grow by a slice, the oldest first, and then begin new groups in the order given.
+        """Let every unfinished episode grow by a slice, the oldest first, and then begin new groups in their order.
 
         Returns `complete()` when every episode has ended or is parked. The engine's failure, and an error that
         `on_sample` raises, end all episodes.
@@ -249,7 +256,7 @@ class CarriedEpisodes:
 
     async def _grow(self, version: int, new: Sequence[Beginning]) -> list[int]:
         self.slices.open(version)
-        await asyncio.sleep(0)  # those that were parked take their places first
+        await asyncio.sleep(0)  # episodes that were parked take their places first
         for beginning in new:
             self.groups[beginning.group.place] = beginning.group
             for sample in range(self.group_size):
@@ -273,20 +280,20 @@ class CarriedEpisodes:
             self._room,
             turnstile=turnstile,
             unfinished=group.unfinished.pop(sample, None),
-            **beginning.seen,
+            **beginning.images,
         )
 
         async def run() -> None:
-            """The whole episode, over as many steps as it takes."""
+            """Run the episode to its end, over as many steps as it takes."""
             row, on_sample = dict(beginning.row), beginning.on_sample
             group.done[sample] = await scored_episode(self.function, llm, row, on_sample, self._room)
 
         def ended(task: asyncio.Task[None]) -> None:
-            """Its end is seen: one that was cancelled by its own code is lost, an error is everybody's."""
+            """Note the end of the task: a cancelled episode is lost, and an error ends all episodes."""
             self._tasks.discard(task)
             del self._turnstiles[group.place, sample]
             if self._stopped:
-                task.cancelled() or task.exception()  # seen
+                task.cancelled() or task.exception()  # retrieved, so that asyncio logs no warning
             elif task.cancelled():
                 group.done[sample] = [lost_episode(llm)]
             elif (error := task.exception()) is not None:
@@ -299,21 +306,21 @@ class CarriedEpisodes:
         task.add_done_callback(ended)
 
     def parked(self) -> list[tuple[int, int, Unfinished]]:
-        """Place, sample and answer of each episode that is parked with a single one; at other levels than the first its
-        prompt holds the turns before.
+        """Returns place, sample and answer of each episode that is parked with exactly one unfinished answer. At levels
+        other than the first, the answer's prompt holds the earlier turns.
         """
         places = self._turnstiles.items()
         return [(*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None]
 
     def kept(self) -> list[CarriedGroup]:
-        """The groups as they are now, between two slices, for a checkpoint; later slices do not change the copies."""
+        """Returns copies of the groups for a checkpoint, between two slices; later slices do not change the copies."""
         copies = {place: replace(group, done=dict(group.done), unfinished={}) for place, group in self.groups.items()}
         for place, sample, answer in self.parked() if self.function is one_shot else ():
             copies[place].unfinished[sample] = replace(answer, opening=0)
         return [copies[place] for place in sorted(copies)]
 
     async def stop(self) -> None:
-        """End all episodes under way."""
+        """End all unfinished episodes."""
         self._stopped = True
         tasks = list(self._tasks)
         for task in tasks:

@@ -1,8 +1,8 @@
-"""Tools of MCP servers, by the official SDK: listed once, described to the chat template, called like any other tool.
+"""Tools of MCP servers, through the official SDK: listed once, described to the chat template, called like other tools.
 
-A server is started, or connected to, at a trajectory's first call of one of its tools, and ended with the trajectory
-or, where its session is shared, with the run. Of the environment it is given PATH, HOME and the like, and nothing else
-(`mcp.client.stdio.get_default_environment`). What it writes is bounded by `Output`, its tools by `list_tools`.
+A server is started, or connected to, when a trajectory first calls one of its tools. It is ended with the trajectory
+or, where its session is shared, with the run. It inherits only a few environment variables such as PATH and HOME
+(`mcp.client.stdio.get_default_environment`). `Output` limits how much it may write, `list_tools` how many tools it has.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from generation.trajectory import Trajectory
 if TYPE_CHECKING:
     from mcp import Client
 
-_LIST_SECONDS = 120.0  # to start a server and ask it for its tools; some are downloaded first
-_CONNECTION_CLOSED = -32000  # the SDK's code of that error
+_LIST_SECONDS = 120.0  # to start a server and ask it for its tools; some servers are downloaded first
+_CONNECTION_CLOSED = -32000  # the SDK's error code
 _CLOSE_SECONDS = 10.0  # the SDK asks a server to end, then kills it, within 6.5 s
 _MOST_BYTES = 16 << 20  # of a server's output in answer to one call, or to the question for its tools
-_MOST_LINES = 20_000  # of the same; those that are not messages take the SDK some 0.1 ms each
+_MOST_LINES = 20_000  # of that output; a line that is not a message takes the SDK some 0.1 ms
 _MOST_TOOLS, _MOST_PAGES = 1000, 100
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")  # as the specification of MCP says (SEP-986)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")  # MCP's rule for names of tools (SEP-986)
 
 
 @dataclass(frozen=True)
 class McpServer:
-    """A server, started by its command line or reached at its address; `shared`: one session for all trajectories."""
+    """An MCP server that is started by a command or reached at a URL; if `shared`, all trajectories use one session."""
 
     name: str
     command: Sequence[str] = ()
@@ -49,7 +49,7 @@ class McpServer:
 
 @dataclass
 class Output:
-    """The amount a server has written since it was last asked for something, and why nobody listens to it any more."""
+    """Counts a server's output since the last request to it. `refused` says why it is no longer read, if it is not."""
 
     server: str
     characters: int = 0
@@ -58,7 +58,7 @@ class Output:
     refused: str = ""
 
     def take(self, text: str) -> bool:
-        """Count what it has written; False where that is too much."""
+        """Count text that the server has written. Returns False where it has written too much."""
         self.characters, self.lines = self.characters + len(text), self.lines + text.count("\n")
         if self.characters > _MOST_BYTES or self.lines > _MOST_LINES:
             self.refused = f"it wrote more than {_MOST_BYTES >> 20} MiB or {_MOST_LINES} lines instead of an answer"
@@ -69,7 +69,7 @@ _OUTPUT: ContextVar[Output] = ContextVar("the output of the server that this tas
 
 
 def list_tools(servers: Sequence[McpServer]) -> dict[str, list[dict[str, Any]]]:
-    """The tools of each server, by its name, in the form of OpenAI's API. Raises ValueError naming one that fails."""
+    """Returns each server's tools by its name, in the form of OpenAI's API. Raises ValueError naming a bad server."""
     return {server.name: _list_tools(server) for server in servers}
 
 
@@ -77,7 +77,7 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
     output = Output(server.name)
 
     async def ask(errors: IO[bytes]) -> list[dict[str, Any]]:
-        """Its tools, page by page."""
+        """Returns the server's tools, which it lists page by page."""
         _OUTPUT.set(output)
         tools: list[dict[str, Any]] = []
         async with asyncio.timeout(_LIST_SECONDS), _client(server, errors) as client:
@@ -95,15 +95,15 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
     with Copier(None) as copier:
         try:
             return asyncio.run(ask(copier.input))
-        except Exception as error:  # whatever the SDK makes of a program that may be anything
+        except Exception as error:  # the SDK may raise anything where the program is not an MCP server
             late = f"it took more than {_LIST_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
-            reason, output_end = output.refused or late or _first(error), " ".join(copier.end().split())[-200:]
-            reason += f"; it said: {output_end}" if output_end else ""
-            raise ValueError(f"the server {server.name!r} does not tell its tools: {reason}") from error
+            reason, output_end = output.refused or late or _first_error(error), " ".join(copier.end().split())[-200:]
+            reason += f"; it last printed: {output_end}" if output_end else ""
+            raise ValueError(f"the MCP server {server.name!r} does not list its tools: {reason}") from error
 
 
 def _check_names(tools: list[dict[str, Any]]) -> None:
-    """Raise ValueError for the first name that a tool may not have."""
+    """Raise ValueError for the first tool whose name is invalid or occurs twice."""
     for name, count in Counter(str(tool["function"]["name"]) for tool in tools).items():
         if not _NAME.fullmatch(name):
             letters = "1 to 128 of the letters a to z and A to Z, digits, _, - and ."
@@ -112,7 +112,7 @@ def _check_names(tools: list[dict[str, Any]]) -> None:
             raise ValueError(f"{count} of them are called {name!r}")
 
 
-def _first(error: BaseException) -> str:
+def _first_error(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     detail = " ".join(str(error).split())[:300]
@@ -132,8 +132,8 @@ def _client(server: McpServer, errors: IO[bytes]) -> "Client":
 
 @functools.cache
 def _bounded_stdio() -> Any:
-    """The SDK's module for servers that are started. It reads whatever they write (2.3), so it is given another reader,
-    for which output ends where it is too much.
+    """Returns the SDK's module for servers that are started, with another reader. The SDK's own (2.3) reads without
+    limit; this one ends a server's output where it is too long.
     """
     import anyio
     from mcp.client import stdio
@@ -152,28 +152,30 @@ def _bounded_stdio() -> Any:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """A filter: the SDK logs a traceback for each line that is not a message; a server's first becomes one line."""
+    """Filters the SDK's log, which has a traceback for each line that is not a message: only a server's first is kept,
+    as one line.
+    """
     output = _OUTPUT.get(None)
     if output is None or not record.exc_info:
         return True
     first, output.warned = not output.warned, True
     error, record.exc_info, record.args = record.exc_info[1], None, ()
     detail = " ".join(str(error).split())[:200]
-    record.msg = f"the MCP server {output.server!r} writes what cannot be read; further lines are left out ({detail})"
+    record.msg = f"the MCP server {output.server!r} writes lines that are not messages; the first of them: {detail}"
     return first
 
 
 class McpTool(Tool):
-    """A tool whose server checks the arguments."""
+    """A tool whose arguments are checked by its server."""
 
     arguments = Tool.named
 
 
 class _Session:
-    """One connection. The SDK wants it closed by the task that opened it, so it has one of its own."""
+    """One connection to a server. The SDK requires the task that opened it to close it, so a session has a task."""
 
     def __init__(self, server: McpServer, log: Path) -> None:
-        self.ended = False  # the server has ended by itself
+        self.ended = False  # True once the server has ended by itself
         self.output = Output(server.name)
         self._stop = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -188,12 +190,14 @@ class _Session:
                 async with _client(server, copier.input) as client:
                     self._client.set_result(client)
                     await self._stop.wait()
-        except Exception as error:  # before it is there: its callers' failure; afterwards there is nobody to tell
+        except Exception as error:  # callers get it while they wait for the client; afterwards nobody does
             if not self._client.done():
-                self._client.set_exception(RuntimeError(f"the MCP server {server.name!r} failed: {_first(error)}"))
+                self._client.set_exception(
+                    RuntimeError(f"the MCP server {server.name!r} failed: {_first_error(error)}")
+                )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The tool's reply as text. Raises RuntimeError with the server's words where it reports an error."""
+        """Calls a tool. Returns its reply as text, or raises RuntimeError with it where the reply is an error."""
         from mcp import MCPError
 
         client = await asyncio.shield(self._client)
@@ -211,7 +215,7 @@ class _Session:
         return text
 
     async def close(self) -> None:
-        """End it, and the server that was started for it."""
+        """End the connection, and the server if it was started for it."""
         self._stop.set()
         await asyncio.wait({self.task}, timeout=_CLOSE_SECONDS)
         if not self.task.done():
@@ -223,10 +227,10 @@ class McpTools:
     """The tools of all servers, for the trajectories of one engine. Use it on one event loop."""
 
     def __init__(self, servers: Sequence[McpServer], listed: Mapping[str, list[dict[str, Any]]], log: Path) -> None:
-        """`listed` is from `list_tools`; servers' standard error goes to `log`."""
+        """Make the tools that `list_tools` has `listed`. The servers' standard error goes to `log`."""
         self._log = log
         self._shared: dict[str, _Session] = {}
-        self._own: ContextVar[dict[str, _Session]] = ContextVar("sessions of this trajectory")
+        self._of_trajectory: ContextVar[dict[str, _Session]] = ContextVar("sessions of this trajectory")
         self.tools = [self._tool(server, schema) for server in servers for schema in listed[server.name]]
 
     def _tool(self, server: McpServer, schema: dict[str, Any]) -> Tool:
@@ -238,26 +242,26 @@ class McpTools:
         return McpTool(name, function, schema, tuple(parameters), BaseModel)
 
     async def _session(self, server: McpServer) -> _Session:
-        """This trajectory's, or the shared one; another one in place of one that has ended."""
-        sessions = self._shared if server.shared else self._own.get()
+        """Returns this trajectory's session, or the shared one. A session that has ended is replaced by a new one."""
+        sessions = self._shared if server.shared else self._of_trajectory.get()
         session = sessions.get(server.name)
         if session is None or session.ended or session.output.refused or session.task.done():
             if session is not None:
                 await session.close()
-            if sessions.get(server.name) is session:  # else another call has opened one meanwhile
+            if sessions.get(server.name) is session:  # otherwise another call has opened one meanwhile
                 sessions[server.name] = _Session(server, self._log)
         return sessions[server.name]
 
     def around(self, function: RolloutFunction) -> RolloutFunction:
-        """Give a rollout sessions of its own, which end with it."""
+        """Returns a rollout function with separate sessions for each episode, which end with the episode."""
 
         async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory | list[Trajectory]:
             sessions: dict[str, _Session] = {}
-            token = self._own.set(sessions)
+            token = self._of_trajectory.set(sessions)
             try:
                 return await function(llm, row, sampling)
             finally:
-                self._own.reset(token)
+                self._of_trajectory.reset(token)
                 await llm.outside(_close(sessions))
 
         return run

@@ -1,10 +1,10 @@
-"""Level 5: samplers, which get vLLM's familiar interface and all prompts of the engine's share at once.
+"""Level 5: samplers, which get the interface of `vllm.LLM` and all prompts of an engine's share at once.
 
-A sampler is anything that is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It
-returns one result for each prompt: vLLM's `RequestOutput`, or a list of token ids. All its calls count: an answer's
-trajectory begins where its conversation began, and whatever the sampler put between the answers is masked.
+A sampler is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It returns one result
+for each prompt: vLLM's `RequestOutput`, or a list of token ids. All of its calls are recorded: the trajectory of an
+answer begins where its conversation began, and all tokens that the sampler put between answers are masked.
 
-A sampler that waits for all prompts before the next turn wastes the engine's time; levels 2 to 4 do not.
+A sampler that waits for all prompts before the next turn leaves the engine idle, which levels 2 to 4 do not.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
-from generation.rollouts.user_code import Late, call_user, described
+from generation.rollouts.user_code import UserTimeout, call_user, described
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from generation.engine.engine import Engine
 
 Sampler = Callable[[Any, Any, Any], Any]
-"""The signature of a sampler: (llm, prompts, sampling_params) -> a result for each prompt, or an awaitable of them."""
+"""Called with (llm, prompts, sampling_params). Returns a list of one result for each prompt, or an awaitable of it."""
 
 
 class RolloutSampler(Protocol):
-    """The interface of a sampler; nothing has to be derived from it."""
+    """The interface of a sampler. Samplers need not be derived from it."""
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
         """Return one output for each prompt, in order."""
@@ -49,15 +49,16 @@ class OneShotRolloutSampler:
 
 
 class FnCallRolloutSampler:
-    """Chats in which the policy may call functions: several `llm.chat` calls, each for all conversations still open.
+    """A sampler of chats in which the policy may call functions.
 
-    For another order, derive a class and override `__call__`; `tools` are the schemas that chats are given.
+    Each of its calls of `llm.chat` is for all conversations that are still open. For another order, derive a class and
+    override `__call__`; `tools` are the schemas for the chat template.
     """
 
     def __init__(
         self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
     ) -> None:
-        """`functions` are plain and typed (level 2), or their names; after `max_turns` answers a conversation ends."""
+        """Make a sampler with typed functions (see level 2), or their names. Conversations have at most `max_turns`."""
         loaded = [load(function) if isinstance(function, str) else function for function in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
         self._max_turns = max_turns
@@ -69,7 +70,7 @@ class FnCallRolloutSampler:
         return [tool.schema for tool in self._tools.values()]
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """Return the last output of each conversation; the earlier ones are in its trajectory, too."""
+        """Return the last output of each conversation. Earlier outputs are in its trajectory as well."""
         chats = [list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts]
         results: dict[int, Any] = dict.fromkeys(range(len(chats)))
         still_open = list(results)
@@ -90,7 +91,7 @@ class FnCallRolloutSampler:
         return list(results.values())
 
     async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[Any]]:
-        """The replies to every conversation's calls, run at once; errors are replies, too, counted in its metrics."""
+        """Runs the calls of all conversations at once. Returns the replies; errors become replies, and are counted."""
         runner = ToolRunner(self._limits, tokenizer)
         return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))
 
@@ -98,13 +99,14 @@ class FnCallRolloutSampler:
 def make_sampler(
     named: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> Sampler:
-    """Make a sampler of what a recipe names: a class (made with `kwargs`), an object, or a function. Raises ValueError
-    where it can neither be called nor has a `generate` method, and what its `check_recipe`, if it has one, raises when
-    it is given the `recipe`, a mapping of sections.
+    """Returns the sampler that a recipe names: an object of a class, made with `kwargs`; an object; or a function.
+
+    Raises ValueError where it can neither be called nor has a `generate` method. Where it has a method `check_recipe`,
+    that is called with the `recipe`, a mapping of sections, and may raise.
     """
     made = named(**(kwargs or {})) if isinstance(named, type) else named
     if kwargs and not isinstance(named, type):
-        raise ValueError(f"{named!r:.100} takes no kwargs: only a class is made with them")
+        raise ValueError(f"{named!r:.100} takes no kwargs: only a class does")
     if recipe is not None and hasattr(made, "check_recipe"):
         made.check_recipe(recipe)
     if callable(made):
@@ -112,7 +114,7 @@ def make_sampler(
     if callable(generate := getattr(made, "generate", None)):
         return generate  # type: ignore[no-any-return]
     raise ValueError(
-        f"{named!r:.100} is not a sampler: it, or its generate, is called with (llm, prompts, sampling_params)"
+        f"{named!r:.100} is not a sampler: make it, or its `generate`, callable with (llm, prompts, sampling_params)"
     )
 
 
@@ -126,12 +128,12 @@ async def sample_batch(
     timeout: float = 3600.0,
     rules: ImageRules | None = None,
 ) -> list[Trajectory]:
-    """Have a sampler answer a batch, and score its trajectories; they come in the order of the batch.
+    """Has a sampler answer a batch, and scores its trajectories. Returns them in the order of the batch.
 
-    Runs on the engine's loop, the sampler on a thread of its own. An error that the sampler raises is the failure of
-    every episode of the batch. An engine that fails ends the rollout, and so does the sampler's deadline of `timeout`
-    seconds; requests that fail do not. `rules`: how images are treated, where there may be any. Raises ValueError,
-    naming the first wrong index of a result that does not fit.
+    Runs on the engine's event loop, while the sampler runs on a separate thread. An error that the sampler raises fails
+    every episode of the batch. The rollout ends where the engine fails, or the sampler takes longer than `timeout`
+    seconds, but not where requests fail. `rules`: how images are treated; None: there are none. Raises ValueError
+    naming the index of the first result that does not fit.
     """
     engine.state.check_can_generate(settings.policy_version)
     if not batch:
@@ -139,13 +141,13 @@ async def sample_batch(
     llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout, rules)
 
     def call() -> Any:
-        """Return the sampler's result; a coroutine is run on a loop of its own, here on the sampler's thread."""
+        """Return the sampler's result. A coroutine is run on a new event loop, on the sampler's thread."""
         result = sampler(llm, list(batch), llm.sampling_params)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
     try:
         returned = await call_user(call, timeout)
-    except Late as error:
+    except UserTimeout as error:
         raise llm.fatal or TimeoutError(f"the sampler: {error}") from error
     except Exception as error:
         if llm.fatal is not None:
@@ -168,8 +170,8 @@ async def sample_batch(
 
 
 def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
-    """Return the trajectories that a sampler's result stands for, one for each prompt of the batch. Raises ValueError
-    where one is missing, too many, None, of an unknown kind, or not what the policy has sampled.
+    """Return the trajectories of a sampler's results, one for each prompt of the batch. Raises ValueError where results
+    are missing, too many, None, of an unknown type, or not sampled by the policy.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
         raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")
@@ -177,26 +179,27 @@ def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -
         index = min(len(returned), len(batch))
         what = f"nothing for prompt {index}" if len(returned) < len(batch) else f"result {index} has no prompt"
         raise ValueError(f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}")
-    asked = {prompt.place: prompt for prompt in batch}
-    return [_trajectory(returned[i], i, prompt, history, asked) for i, prompt in enumerate(batch)]
+    by_place = {prompt.place: prompt for prompt in batch}
+    return [_trajectory(returned[i], i, prompt, history, by_place) for i, prompt in enumerate(batch)]
 
 
 def _trajectory(
-    result: Any, index: int, prompt: PromptText, history: History, asked: Mapping[tuple[int, int], PromptText]
+    result: Any, index: int, prompt: PromptText, history: History, by_place: Mapping[tuple[int, int], PromptText]
 ) -> Trajectory:
-    """Return the trajectory of one result; `asked` are the batch's prompts by place."""
+    """Return the trajectory of one result. `by_place` has the batch's prompts by prompt and sample index."""
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
     with subject(f"the sampler's result {index}"):
-        answer, length = _of_output(result, history) if hasattr(result, "outputs") else _of_ids(result, index, history)
-    answered = asked.get(answer.chain[0].place, prompt)
-    if answered.token_ids != prompt.token_ids:  # samples of one prompt, or of equal ones, may change places
+        is_output = hasattr(result, "outputs")
+        answer, length = _answer_of(result, history) if is_output else _answer_with(result, index, history)
+    answered = by_place.get(answer.chain[0].place, prompt)
+    if answered.token_ids != prompt.token_ids:  # samples of one prompt, or of equal prompts, may be swapped
         swapped = f"answers prompt {answered.prompt_index}, not prompt {prompt.prompt_index}"
         raise ValueError(f"the sampler's result {index} {swapped}: keep the order of the prompts")
     if wrong := next((a.off_policy for a in answer.chain if a.off_policy), ""):
         remedy = "clone the sampling_params that it is given and change only max_tokens, stop and the like"
         raise ValueError(f"the sampler's result {index} was not sampled as training asks: {wrong}; {remedy}")
-    # Where an answer had no room, its prompt was too long to be trained on, too: the trajectory ends before it.
+    # Where an answer had no room, its prompt is too long to be trained on: the trajectory ends with the answer before.
     done = joined(answer.chain if answer.token_ids or answer.parent is None else answer.parent.chain)
     if length is not None:
         for values in (done.response_ids, done.loss_mask, done.logprobs):
@@ -216,14 +219,14 @@ def _trajectory(
     return done
 
 
-def _of_output(output: Any, history: History) -> tuple[Generation, int | None]:
-    """Return the answer of an output, and where to cut its trajectory. Raises ValueError saying what is wrong."""
+def _answer_of(output: Any, history: History) -> tuple[Generation, int | None]:
+    """Return the answer of an output, and the length to which its trajectory is cut. Raises ValueError."""
     if len(output.outputs) != 1:
-        raise ValueError(f"has {len(output.outputs)} answers: return one, every prompt is there once for each sample")
+        raise ValueError(f"has {len(output.outputs)} answers: return one, since each prompt is there for each sample")
     same, token_ids = (output.request_id, output.outputs[0].index), list(output.outputs[0].token_ids)
     answer = next((a for a in reversed(history.generations) if (a.request_id, a.index) == same), None)
     if answer is None:
-        raise ValueError("is an output that this engine has not given in this rollout")
+        raise ValueError("is an output that this engine has not returned in this rollout")
     if token_ids == answer.token_ids:
         return answer, None
     if token_ids != answer.token_ids[: len(token_ids)]:
@@ -231,8 +234,12 @@ def _of_output(output: Any, history: History) -> tuple[Generation, int | None]:
     return answer, len(answer.prompt_ids) - len(answer.chain[0].prompt_ids) + len(token_ids)
 
 
-def _of_ids(result: Any, index: int, history: History) -> tuple[Generation, int | None]:
-    """Find the answer of a list of ids: a last answer (all before it counts, too), a whole response, or its start."""
+def _answer_with(result: Any, index: int, history: History) -> tuple[Generation, int | None]:
+    """Return the answer that a list of ids stands for, and the length to which its trajectory is cut.
+
+    The ids are those of a conversation's last answer, or the beginning of all its ids after the first prompt. Raises
+    ValueError.
+    """
     try:
         token_ids = [int(token) for token in result]
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""The policy with the interface of `vllm.LLM`, for samplers (level 5): `generate` and `chat`, blocking.
+"""The policy with the interface of `vllm.LLM`, for samplers (level 5): blocking `generate` and `chat`.
 
-The sampler runs on a thread of its own while the engine's loop serves its calls, all requests of a call at once. It
-gets vLLM's own outputs; each is remembered, so that the sampler's results are recognised in the end.
+The sampler runs on a separate thread, while the engine's event loop serves all requests of a call at once. The sampler
+gets vLLM's own outputs. Each output is recorded, so that the sampler's results can be recognised at the end.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     _Work = Coroutine[Any, Any, list[RequestOutput]]
 
-# The parameters that change the distribution; an answer that is trained on must have training's values.
+# The parameters that change the sampling distribution; answers that are trained on need training's values.
 _DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
@@ -38,12 +38,12 @@ _DISTRIBUTION = (
 
 
 class SamplerLLM:
-    """One batch's view of the policy, as a `vllm.LLM`. Its methods block: do not call them on the engine's own loop.
+    """The policy as a `vllm.LLM` for one batch. Its methods block: do not call them on the engine's event loop.
 
     Attributes:
-        sampling_params: used where a call gives none; training's, or evaluation's during an evaluation.
-        history: every answer so far.
-        fatal: the error of the engine itself, if there was one: it ends the rollout whatever the sampler makes of it.
+        sampling_params: the parameters for calls without any; training's, or evaluation's during an evaluation.
+        history: all answers so far.
+        fatal: the engine's own error, if there was one; it ends the rollout even if the sampler catches it.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class SamplerLLM:
         timeout: float = 3600.0,
         rules: ImageRules | None = None,
     ) -> None:
-        """`loop` is the one the engine runs on; `timeout` (seconds) is the longest a call may take. `rules`: how images
-        are treated; None: prompts have none.
+        """Make an LLM for `batch` on an engine that runs on `loop`. A call may take `timeout` seconds. `rules`: how
+        images are treated; None: prompts have no images.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -80,35 +80,35 @@ class SamplerLLM:
         return self.tokenizer
 
     def generate(self, prompts: Any = None, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
-        """As `vllm.LLM.generate`: one output for each prompt, in order.
+        """Returns one output for each prompt, in order, as `vllm.LLM.generate` does.
 
-        A prompt that leaves no room, or that vLLM refuses, gives an output without tokens, whose finish reason is
-        "length" or "error": one bad prompt does not lose the others.
+        A prompt that leaves no room, or that vLLM refuses, gets an output without tokens, whose finish reason is
+        "length" or "error", so that the outputs of other prompts are not lost.
 
         Args:
-            prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a list of such. The
-                dictionary's `multi_modal_data` may have all images of a prompt, as `image`: text has the model's own
-                mark for each, and ids as many as it takes.
+            prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a list of these. The
+                dictionary's `multi_modal_data` may have all images of a prompt, as `image`. A text has one of the
+                model's placeholders for each image; ids have as many as the image takes.
             sampling_params: vLLM's, or a list with one for each prompt, or None for `self.sampling_params`.
-            options: `prompt_token_ids` instead of prompts; `use_tqdm` is accepted, there is no bar.
+            options: `prompt_token_ids` instead of prompts; `use_tqdm` is accepted and ignored.
         """
         return self._wait(self._generate(prompts, sampling_params, options))
 
     async def generate_async(
         self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> "list[RequestOutput]":
-        """`generate` for samplers that are coroutines."""
+        """Does the same as `generate`, for samplers that are coroutines."""
         return await asyncio.wrap_future(self._submit(self._generate(prompts, sampling_params, options)))
 
     def chat(self, messages: Any, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
-        """As `vllm.LLM.chat`: one output for each conversation, in order.
+        """Returns one output for each conversation, in order, as `vllm.LLM.chat` does.
 
         Args:
-            messages: one conversation, or a list of them. An earlier answer that it continues is kept as it was
-                sampled; the assistant's message may hold its text, the end of it, or the tool calls in it. Parts of
-                messages may be images, as in rows.
+            messages: one conversation, or a list of them. An earlier answer that a conversation continues keeps the ids
+                that were sampled; the assistant's message may have its text, the end of its text, or its tool calls.
+                Parts of messages may be images, as in rows.
             sampling_params: as for `generate`.
-            options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted.
+            options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted and ignored.
         """
         options = _options(options, "tools", "chat_template_kwargs")
         kwargs = options.get("chat_template_kwargs") or {}
@@ -117,7 +117,7 @@ class SamplerLLM:
 
     @contextmanager
     def update_sampling_params(self, **changes: Any) -> "Iterator[SamplingParams]":
-        """Other values in `sampling_params` for the length of a block. Raises ValueError where it has no such field."""
+        """Changes fields of `sampling_params` for the length of a block. Raises ValueError for an unknown field."""
         check_request(changes)
         before = self.sampling_params
         if unknown := sorted(name for name in changes if not hasattr(before, name)):
@@ -131,7 +131,7 @@ class SamplerLLM:
             self.sampling_params = before
 
     def close(self) -> None:
-        """End the calls that still wait, and refuse further ones: a sampler that was given up ends at its next call."""
+        """End the calls that still wait, and refuse further calls, so that a sampler that was given up ends."""
         self._closed = True
         for future in list(self._running):
             future.cancel()
@@ -146,7 +146,7 @@ class SamplerLLM:
     def _submit(self, work: "_Work") -> "Future[list[RequestOutput]]":
         if self._closed:
             work.close()
-            raise RuntimeError("this rollout is over: its llm samples nothing any more")
+            raise RuntimeError("this rollout has ended, so its llm samples no more")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
@@ -156,7 +156,7 @@ class SamplerLLM:
         return waited_for(self._submit(work), self._timeout, "a call of the sampler")
 
     def _params(self, params_of_call: Any, count: int) -> "list[SamplingParams]":
-        """Copies that ask for what a trajectory needs: the final output only, with log-probabilities and text."""
+        """Returns copies that request the final output only, with log-probabilities and text, as trajectories need."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -181,11 +181,14 @@ class SamplerLLM:
         return list(await asyncio.gather(*map(self._one, requests, params)))
 
     async def _one(self, request: Request, params: "SamplingParams") -> "RequestOutput":
-        """The output of one request, remembered in the history; its seed depends on its place alone."""
+        """Samples one request, records its answers in the history, and returns its output.
+
+        The seed depends on prompt, sample and the number of the call only.
+        """
         settings, call = self.settings, self._calls[request.place]
         self._calls[request.place] += 1
         longest = params.max_tokens or self.engine.settings.max_model_len
-        params.max_tokens = response_budget(len(request.seen.ids), longest, self.engine.settings.max_model_len)
+        params.max_tokens = response_budget(len(request.input.ids), longest, self.engine.settings.max_model_len)
         if params.seed is None and params.temperature > 0:
             params.seed = sample_seed(settings.seed, settings.step, *request.place, call)
         output, error = await self._sample(request, params)
@@ -193,20 +196,20 @@ class SamplerLLM:
         for generation in generations_of(output, settings.policy_version):
             generation.position, generation.place, generation.parent = request.position, request.place, request.parent
             generation.off_policy, generation.error = off_policy(params, self._training), error
-            generation.images, generation.image_spans = request.seen.images, request.seen.spans
+            generation.images, generation.image_spans = request.input.images, request.input.spans
             self.history.add(generation, request.messages)
         return output
 
     async def _sample(self, request: Request, params: "SamplingParams") -> "tuple[RequestOutput, str]":
-        """The engine's output, or one without tokens and the reason for it."""
+        """Returns the engine's output, or an output without tokens and the reason for it."""
         if params.max_tokens == 0:
-            count, limit = len(request.seen.ids), self.engine.settings.max_model_len
+            count, limit = len(request.input.ids), self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
         try:
-            prompt = await self.engine.prompt(request.seen)
+            prompt = await self.engine.prompt(request.input)
             return await self.engine.request(prompt, params, policy_version=self.settings.policy_version), ""
-        except ImageCountError as error:  # of the model's files: no other prompt would fare better
+        except ImageCountError as error:  # the model's files are to blame, so every other prompt would fail, too
             self.fatal = error
             raise
         except request_errors() as error:
@@ -220,11 +223,11 @@ class SamplerLLM:
 
         name = f"{reason}-{next(self._numbers)}"
         none = CompletionOutput(0, "", [], cumulative_logprob=0.0, logprobs=[], finish_reason=reason)
-        return RequestOutput(name, request.text, request.seen.ids, None, [none], finished=True)
+        return RequestOutput(name, request.text, request.input.ids, None, [none], finished=True)
 
 
 def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
-    """The difference of the distribution of `params` from training's, as "temperature is 0.5 instead of 1.0"; or ""."""
+    """Returns how `params` differ from training's distribution, as "temperature is 0.5 instead of 1.0"; "" if not."""
 
     def value(of: "SamplingParams", name: str) -> Any:
         setting = getattr(of, name)
@@ -235,7 +238,7 @@ def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
 
 
 def _options(options: dict[str, Any], *allowed: str) -> dict[str, Any]:
-    """The options of a call, checked. Raises ValueError naming one that has no meaning here."""
+    """Checks and returns the options of a call. Raises ValueError naming one that is not supported."""
     check_request(options)
     if unknown := sorted(set(options) - {"use_tqdm", *allowed}):
         raise ValueError(f"llm.generate and llm.chat take no {', '.join(unknown)} here")

@@ -1,6 +1,6 @@
-"""A sampler's prompts (level 5): those that it is given, and the requests that it makes of them.
+"""The prompts that a sampler (level 5) gets, and the requests that it makes.
 
-They come in the many forms that vLLM takes; of a prompt that continues an earlier answer only the rest is encoded.
+Requests come in all forms that vLLM accepts. Where a prompt continues an earlier answer, only the new text is encoded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,16 +18,16 @@ Messages = list[dict[str, Any]]
 
 
 class PromptText(str):
-    """A prompt's text, which knows the ids it stands for: an entry of a sampler's `prompts`.
+    """An entry of a sampler's `prompts`: the prompt's text, with its ids as an attribute.
 
     Attributes:
-        token_ids: the prompt, chat template applied.
-        prompt_index, sample_index: the trajectory that begins with it; each prompt occurs once for every sample.
-        messages: those it was rendered from, or None.
+        token_ids: the prompt's ids, with the chat template applied.
+        prompt_index, sample_index: the trajectory that begins with this prompt; each prompt occurs for every sample.
+        messages: the messages that the prompt was rendered from, or None.
         row: the dataset's row.
-        metrics: figures of this trajectory, by name, to be filled in by the sampler.
-        decoded: the answer's text as the sampler has decoded it, to be shown and rewarded; None: that of its ids.
-        images, image_spans: as of `Trajectory`; the messages hold the images, too.
+        metrics: figures of the trajectory by name, which the sampler may fill in.
+        decoded: the answer's text for reports and rewards, which the sampler may set; None: the decoded ids.
+        images, image_spans: as in `Trajectory`; the messages contain the images, too.
     """
 
     token_ids: list[int]
@@ -78,8 +78,8 @@ def prompt_batch(
     rows: Sequence[Mapping[str, Any]] | None = None,
     images: Sequence[tuple[Sequence[StoredImage], Spans]] | None = None,
 ) -> list[PromptText]:
-    """A sampler's prompts: those at `indices` among `prompts` (ids), each once for every sample of its group. Raises
-    ValueError where an image is gone.
+    """Returns a sampler's prompts: those at `indices` among `prompts` (ids), each `group_size` times. Raises ValueError
+    where an image's file is gone.
     """
     batch = list[PromptText]()
     for i in indices:
@@ -91,7 +91,7 @@ def prompt_batch(
 
 
 def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
-    """Messages whose places for images (`split_images`) hold these."""
+    """Returns messages with images in the places that `split_images` has left for them."""
     rest = iter(images)
 
     def filled(part: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
 
 @dataclass
 class Request:
-    """One prompt of a call, ready for the engine; `place`, `position` and `parent` as in `Generation`."""
+    """One prompt of a call, ready for the engine. `place`, `position` and `parent` are as in `Generation`."""
 
-    seen: PromptInput
+    input: PromptInput
     text: str
     position: int
     place: tuple[int, int]
@@ -123,7 +123,7 @@ class Request:
 class PromptReader:
     """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text.
 
-    `rules`: how images are treated; None: prompts have none.
+    `rules`: how images are treated; None: prompts have no images.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -152,28 +152,30 @@ class PromptReader:
         ]
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
-        """Make a request of a prompt in any form. One that continues an answer has its ids, images and place."""
+        """Make a request of a prompt in any form. If it continues an answer, it begins with that answer's ids."""
         sources: Any = []
         if isinstance(prompt, Mapping):
             sources = (prompt.get("multi_modal_data") or {}).get("image") or []
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         images = self._read(sources if isinstance(sources, list | tuple) else [sources])
         if isinstance(prompt, PromptText):
-            return self._checked(Request(self._then(_seen(prompt), "", images), prompt, position, prompt.place))
+            return self._checked(Request(self._appended(_input_of(prompt), "", images), prompt, position, prompt.place))
         if not isinstance(prompt, str):
             prompt = [int(token) for token in prompt]
         parent = self.history.before(prompt, position)
         place = parent.place if parent else place
         if not isinstance(prompt, str):
-            seen = self._of_ids(prompt, parent, images)
-            return self._checked(Request(seen, self.tokenizer.decode(prompt), position, place, parent))
+            prompt_input = self._input_with(prompt, parent, images)
+            return self._checked(Request(prompt_input, self.tokenizer.decode(prompt), position, place, parent))
         if parent:
-            seen = self._then(_seen(parent), prompt[len(parent.prompt_text + parent.text) :], images, parent)
+            prompt_input = self._appended(
+                _input_of(parent), prompt[len(parent.prompt_text + parent.text) :], images, parent
+            )
         elif start := max((p for p in self.batch if prompt.startswith(p)), key=len, default=None):
-            seen = self._then(_seen(start), prompt[len(start) :], images)
+            prompt_input = self._appended(_input_of(start), prompt[len(start) :], images)
         else:
-            seen = self._then(PromptInput([]), prompt, images, special=True)
-        return self._checked(Request(seen, prompt, position, place, parent))
+            prompt_input = self._appended(PromptInput([]), prompt, images, special=True)
+        return self._checked(Request(prompt_input, prompt, position, place, parent))
 
     def _chat_request(
         self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
@@ -187,17 +189,17 @@ class PromptReader:
         plain = [template_message(message) for message in messages]
         if (prefix := self.history.known_prefix(messages, position)) and (parent := prefix.answer):
             text = following(self._rendered([*STAND_IN, *plain[prefix.messages :]], **kwargs))
-            seen = self._then(_seen(parent), text, images, parent)
-            text = self.tokenizer.decode(seen.ids)
-            return self._checked(Request(seen, text, position, parent.place, parent, messages))
-        # A conversation that is no more than one of the batch's own prompts has that prompt's ids.
+            prompt_input = self._appended(_input_of(parent), text, images, parent)
+            text = self.tokenizer.decode(prompt_input.ids)
+            return self._checked(Request(prompt_input, text, position, parent.place, parent, messages))
+        # A conversation that equals one of the batch's prompts gets that prompt's ids.
         same = [] if tools is not None else [prompt for prompt in self.batch if prompt.messages == messages]
         if same:
             prompt_of_batch = next((prompt for prompt in same if prompt.place == place), same[0])
-            return Request(_seen(prompt_of_batch), prompt_of_batch, position, place, messages=messages)
+            return Request(_input_of(prompt_of_batch), prompt_of_batch, position, place, messages=messages)
         text = self._rendered(plain, tools=tools, **kwargs)
         return self._checked(
-            Request(self._then(PromptInput([]), text, images), text, position, place, messages=messages)
+            Request(self._appended(PromptInput([]), text, images), text, position, place, messages=messages)
         )
 
     def _rendered(self, messages: Messages, **kwargs: Any) -> str:
@@ -211,7 +213,7 @@ class PromptReader:
         with subject("a prompt"):
             return self.rules.read(sources) if self.rules is not None else ()
 
-    def _then(
+    def _appended(
         self,
         start: PromptInput,
         text: str,
@@ -219,13 +221,13 @@ class PromptReader:
         parent: Generation | None = None,
         special: bool = False,
     ) -> PromptInput:
-        """Append text to `start`, the end of which it may repeat if that is an answer, `parent`.
+        """Return `start` with text appended. Where `start` ends with an answer, `parent`, the text may repeat its end.
 
-        `images` are none, or all: those of `start`, and then one for each placeholder in the text. `special`: the
+        `images` are empty, or those of `start` and then one for each placeholder in the text. With `special`, the
         tokenizer adds its special tokens.
         """
         spans: Spans = ()
-        if later := _further(start, images):
+        if later := _images_after(start, images):
             assert self.rules is not None
             with subject("a prompt"):
                 added, spans = self.rules.processor.expand(text, later, special=special)
@@ -236,36 +238,36 @@ class PromptReader:
         cut = len(added) - len(kept)
         return start.followed_by(kept, later, tuple((begin - cut, length) for begin, length in spans))
 
-    def _of_ids(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> PromptInput:
-        """Ids in which each image has as many tokens as it takes."""
+    def _input_with(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> PromptInput:
+        """Return the input for ids that already have all placeholders of each image."""
         if self.rules is None:
             return PromptInput(ids)
         begins = (p for p in self.batch if ids[: len(p.token_ids)] == p.token_ids)
         origin = parent or next(begins, None)
-        start = _seen(origin) if origin is not None else PromptInput([])
-        added, later = ids[len(start.ids) :], _further(start, images)
+        start = _input_of(origin) if origin is not None else PromptInput([])
+        added, later = ids[len(start.ids) :], _images_after(start, images)
         with subject("a prompt"):
             return start.followed_by(added, later, self.rules.processor.spans(added, later))
 
     def _checked(self, request: Request) -> Request:
-        """The request. Raises ValueError where its images, but for those of the row, are too large together."""
+        """Return the request. Raises ValueError where its images, except those of the row, are too large together."""
         if self.rules is not None:
             prompt_images = (image for prompt in self.batch if prompt.place == request.place for image in prompt.images)
             with subject("a prompt"):
-                self.rules.check_bytes(request.seen.images, {image.digest for image in prompt_images})
+                self.rules.check_bytes(request.input.images, {image.digest for image in prompt_images})
         return request
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
-        """The place that decides the seed of a prompt that is not one of the batch's: the batch's at its position."""
+        """Return the place that decides the seed of a prompt that is not from the batch: that at the same position."""
         return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
 
-def _seen(origin: PromptText | Generation) -> PromptInput:
+def _input_of(origin: PromptText | Generation) -> PromptInput:
     ids = origin.token_ids if isinstance(origin, PromptText) else origin.ids
     return PromptInput(ids, origin.images, origin.image_spans)
 
 
-def _further(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
+def _images_after(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Return the images behind those of `start`. Raises ValueError if `images` does not begin with those."""
     if images and images[: len(start.images)] != start.images:
         raise ValueError("a prompt's images must begin with those of the prompt that it continues")

@@ -1,6 +1,6 @@
-"""Tools: plain typed functions that the policy may call, and the calls it writes.
+"""Tools, which are typed functions that the policy may call, and the parsing and running of its calls.
 
-Whatever goes wrong in a call becomes text, and is counted; a call that cannot be read gets an answer, too.
+An error in a call becomes the text of its reply, and is counted. A call that cannot be parsed gets such a reply, too.
 """
 
 import ast
@@ -25,7 +25,7 @@ from generation.rollouts.user_code import call_user
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKEN_CHARACTERS = 64  # more than a token holds, except in runs of blanks; bounds the work that a huge reply makes
+_TOKEN_CHARACTERS = 64  # more than a token has, except in runs of blanks; bounds the time to encode a huge reply
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -35,7 +35,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the policy wrote it; `malformed` says why it cannot be read, if it cannot."""
+    """One call as the policy wrote it; `malformed` says why it cannot be parsed, or is empty."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class ToolCall:
 
 
 CallParser = Callable[[str], list[ToolCall]]
-"""The calls in an answer's text, in order; none: it is the final answer."""
+"""Returns the calls in an answer's text, in order; an empty list where it is the final answer."""
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them: Hermes, Qwen and many others."""
+    """Parses calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, used by Hermes, Qwen, others."""
 
     def read(body: str) -> ToolCall:
         try:
@@ -63,7 +63,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 
 def named_call(name: str, arguments: Any) -> ToolCall:
-    """A call with these arguments: an object, or its JSON, as some models write it."""
+    """Returns a call with arguments that are an object, or the JSON text of one, as some models write it."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -75,7 +75,7 @@ def named_call(name: str, arguments: Any) -> ToolCall:
 
 
 def parse_inline(text: str) -> ToolCall:
-    """A call in Python's syntax: `multiply(3, 302)`. Arguments are literals; numbers are read as floats."""
+    """Parses a call in Python's syntax, `multiply(3, 302)`. Arguments are literals; integers become floats."""
 
     def literal(node: ast.expr) -> Any:
         value = ast.literal_eval(node)
@@ -93,7 +93,10 @@ def parse_inline(text: str) -> ToolCall:
 
 
 def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
-    """Our own "hermes", which tells malformed calls from answers, or vLLM's parser of that name; ValueError: none."""
+    """Returns the parser called `name`: `parse_hermes`, which tells malformed calls from answers, or one of vLLM's.
+
+    Raises ValueError where vLLM has no parser of that name.
+    """
     if name == "hermes":
         return parse_hermes
     from vllm.tool_parsers import ToolParserManager
@@ -117,7 +120,7 @@ Content = str | list[dict[str, Any]]
 
 
 class ToolError(Exception):
-    """A call that gets an error for an answer, counted under `kind`."""
+    """The error that a call gets as its reply, counted under `kind`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -126,9 +129,11 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function the policy may call.
+    """A function that the policy may call.
 
     Attributes:
+        name: the name by which the policy calls it.
+        function: the function, sync or async.
         schema: name, description and parameters in the form of OpenAI's API, for chat templates.
         parameters: names of the function's parameters, in order.
         model: checks and converts arguments; its fields are `arg0`, `arg1`, … in the order of the parameters.
@@ -141,13 +146,13 @@ class Tool:
     model: type[BaseModel]
 
     def named(self, call: ToolCall) -> dict[str, Any]:
-        """The call's arguments by name. Raises ToolError for positional ones beyond the last."""
+        """Returns the call's arguments by name. Raises ToolError if there are more than parameters."""
         if len(call.positional) > len(self.parameters):
             raise ToolError("arguments", f"{self.name} takes {len(self.parameters)} arguments")
         return dict(zip(self.parameters, call.positional, strict=False)) | call.arguments
 
     def arguments(self, call: ToolCall) -> dict[str, Any]:
-        """The call's arguments by name, converted to the function's types. Raises ToolError."""
+        """Returns the call's arguments by name, converted to the function's types. Raises ToolError."""
         try:
             checked = self.model.model_validate(self.named(call))
         except ValidationError as error:
@@ -158,23 +163,24 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
-    """A tool from a function's name, signature, type hints and docstring (with Google's `Args:`, if it has them).
+    """Makes a tool of a function, from its name, signature, type hints and docstring (with an `Args:` section, if any).
 
-    The first parameter of a `method` is not an argument. Raises ValueError for positional-only, `*args` or `**kwargs`
-    parameters, and for a type hint without a schema.
+    The first parameter of a `method` is left out. Raises ValueError for positional-only, `*args` or `**kwargs`
+    parameters, and for a type hint that has no schema.
     """
     name = function.__name__
     parameters = list(inspect.signature(function).parameters.values())[int(method) :]
-    if odd := [p.name for p in parameters if p.kind not in _NAMED]:
-        raise ValueError(f"tool {name!r} cannot take {odd[0]!r} that way: give it parameters with names of their own")
-    description, about = _read_docstring(inspect.getdoc(function) or "")
+    if unnamed := [p.name for p in parameters if p.kind not in _NAMED]:
+        wrong = f"tool {name!r} has {unnamed[0]!r}, which cannot be passed by name"
+        raise ValueError(f"{wrong}: use parameters that are neither positional-only nor *args or **kwargs")
+    description, meanings = _read_docstring(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function)
-        # Fields have names of our own, as pydantic reserves some that parameters may well have.
+        # The fields are not named like the parameters, since pydantic reserves some names.
         fields: dict[str, Any] = {}
         for index, parameter in enumerate(parameters):
             default = ... if parameter.default is parameter.empty else parameter.default
-            checked = Field(default, alias=parameter.name, description=about.get(parameter.name))
+            checked = Field(default, alias=parameter.name, description=meanings.get(parameter.name))
             fields[f"arg{index}"] = (hints.get(parameter.name, Any), checked)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema()
@@ -186,13 +192,13 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
 
 
 def tool_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A tool in the form of OpenAI's API."""
+    """Returns a tool's schema in the form of OpenAI's API."""
     function = {"name": name, "description": description, "parameters": without_titles(parameters)}
     return {"type": "function", "function": function}
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The text before the first section, and the entries of `Args:`."""
+    """Returns a docstring's text before its first section, and the entries of its `Args:` section by name."""
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     entries: dict[str, str] = {}
@@ -207,7 +213,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def without_titles(schema: Any) -> Any:
-    """The schema without the titles that pydantic gives everything: in a prompt they would be wasted tokens."""
+    """Returns a schema without the titles that pydantic adds everywhere, which would waste tokens in a prompt."""
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -217,25 +223,26 @@ def without_titles(schema: Any) -> Any:
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Tools by their names. Raises ValueError when two have the same one."""
+    """Returns tools by their names. Raises ValueError when two have the same name."""
     tools = list(tools)
     names = Counter(tool.name for tool in tools)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"there are two tools named {twice[0]!r}: the policy could not tell them apart")
+    if duplicates := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"two tools are named {duplicates[0]!r}: rename one, so that the policy can choose")
     return {tool.name: tool for tool in tools}
 
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of calls and replies.
+    """The limits of calls and replies.
 
     Attributes:
-        timeout_s: seconds a call may take; waiting for its turn does not count.
-        max_concurrency: calls that run at the same time, over all trajectories of an engine.
-        max_tokens: tokens of a reply; longer ones are cut.
-        error_format: how an error reads; `{error}` stands for its message.
-        rates: calls of a tool that may begin in a second, by its name, evenly apart; waiting for one does not count.
-        images: whether a reply may be an image, or have some.
+        timeout_s: seconds that a call may take, not counting the wait for its turn.
+        max_concurrency: the most calls that run at the same time, over all trajectories of an engine.
+        max_tokens: the most tokens of a reply; longer replies are cut.
+        error_format: the reply to a call that fails; `{error}` stands for the error's message.
+        rates: the most calls per second of a tool, by its name; they begin at even intervals. The wait for one does not
+            count towards `timeout_s`.
+        images: whether replies may contain images.
     """
 
     timeout_s: float = 30.0
@@ -253,15 +260,15 @@ class ToolRunner:
         self.limits = limits
         self._tokenizer = tokenizer
         self._places = asyncio.Semaphore(limits.max_concurrency)
-        self._next: dict[str, float] = {}  # the loop's time from which on a tool with a rate may be called
+        self._next: dict[str, float] = {}  # the event loop's time of the next call of each tool that has a rate
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Call user code when there is a place for it. Raises TimeoutError, or what the code raised."""
+        """Call user code when there is a place for it. Raises TimeoutError, or the code's own error."""
         async with self._places:
             return await call_user(function, self.limits.timeout_s)
 
-    async def _rated(self, name: str) -> None:
-        """Wait until a tool's rate has room for one more call."""
+    async def _wait_for_rate(self, name: str) -> None:
+        """Wait until a tool's rate allows one more call."""
         if (rate := self.limits.rates.get(name)) is not None:
             now = asyncio.get_running_loop().time()
             at = max(now, self._next.get(name, now))
@@ -271,9 +278,9 @@ class ToolRunner:
     async def run(
         self, tools: Mapping[str, Tool], calls: list[ToolCall], metrics: dict[str, float], *, in_order: bool = False
     ) -> list[Content]:
-        """The replies to one turn's calls, in order, none longer than the limit; figures are added to `metrics`.
+        """Runs one turn's calls. Returns the replies in order, cut to the limit; adds counts and seconds to `metrics`.
 
-        The calls run all at once, or `in_order` one after the other, as an object's methods need it.
+        The calls run at once, or one after the other with `in_order`, for the methods of one object.
         """
         start = time.perf_counter()
         if in_order:
@@ -287,18 +294,18 @@ class ToolRunner:
         return replies
 
     async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> Content:
-        """The result of one call as text, with its images if it has any, or its error, which is counted."""
+        """Returns the result of one call as text, or as parts where it has images; or its error, which is counted."""
         try:
             if call.malformed:
                 raise ToolError("malformed", call.malformed)
             if (tool := tools.get(call.name)) is None:
                 raise ToolError("unknown", f"Unknown function {call.name}")
             function = functools.partial(tool.function, **tool.arguments(call))
-            await self._rated(call.name)
+            await self._wait_for_rate(call.name)
             try:
                 result = await self.call(function)
-                if self.limits.images and (seen := image_parts(result)) is not None:
-                    return seen
+                if self.limits.images and (parts := image_parts(result)) is not None:
+                    return parts
                 return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
             except TimeoutError as error:
                 raise ToolError("timeout", f"{call.name} {error}") from error
@@ -311,21 +318,21 @@ class ToolRunner:
 
 
 def image_parts(result: Any) -> list[dict[str, Any]] | None:
-    """A Pillow image, or a list of such images and text, as parts of a message; None: it is nothing of the kind."""
+    """Returns a Pillow image, or a list of images and text, as parts of a message; None where there is no image."""
     parts = list(result) if isinstance(result, list | tuple) else [result]
-    seen = [hasattr(part, "convert") and hasattr(part, "getexif") for part in parts]
-    if not any(seen):
+    are_images = [hasattr(part, "convert") and hasattr(part, "getexif") for part in parts]
+    if not any(are_images):
         return None
     return [
         {"type": "image", "image": part} if image else {"type": "text", "text": str(part)}
-        for part, image in zip(parts, seen, strict=True)
+        for part, image in zip(parts, are_images, strict=True)
     ]
 
 
 def cut_contents(
     tokenizer: "PreTrainedTokenizerBase", contents: list[Content], limit: int
 ) -> tuple[list[Content], int]:
-    """As `cut_to_tokens`, also of contents that are parts, whose texts are cut one by one and images never."""
+    """Cuts contents as `cut_to_tokens` cuts texts. Of a content in parts, each text is cut by itself, images never."""
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
     short, cut = cut_to_tokens(
         tokenizer, [part["text"] for content in parts for part in content if "text" in part], limit
@@ -338,14 +345,14 @@ def cut_contents(
 
 
 def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
-    """The texts with at most `limit` tokens each, and how many were cut, which the text then says; encoded at once."""
+    """Cuts texts to `limit` tokens each. Returns them with a note where they were cut, and how many were cut."""
     bounded = [text[: limit * _TOKEN_CHARACTERS] for text in texts]
     ids = tokenizer(bounded, add_special_tokens=False)["input_ids"] if texts else []
     fitting = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]
     kept = [i[:limit] for i, fits in zip(ids, fitting, strict=True) if not fits]
     heads = iter(tokenizer.batch_decode(kept) if kept else [])
     cut = f" [cut after {limit} tokens]"
-    # A character that was torn apart decodes to U+FFFD.
+    # A character of which only some tokens are left decodes to U+FFFD.
     replies = [t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, fitting, strict=True)]
     return replies, len(kept)
 

@@ -1,7 +1,7 @@
-"""Code that is not ours, kept from disturbing anything else: it may block, raise anything, or never return.
+"""Runs user code so that it disturbs nothing else: it may block, raise anything, or never return.
 
-Some exceptions are instructions to whoever runs the code: `SystemExit` and `KeyboardInterrupt` end an event loop, and a
-`CancelledError` says that the caller was cancelled, which an `asyncio.TaskGroup` passes over in silence. From user code
+Some exceptions are instructions to the code that runs a task: `SystemExit` and `KeyboardInterrupt` end an event loop,
+and `CancelledError` says that the task was cancelled, which an `asyncio.TaskGroup` ignores silently. From user code
 they are failures like any other.
 """
 
@@ -17,36 +17,36 @@ from generation.engine.devices import this_device
 T = TypeVar("T")
 
 ENDING_SECONDS = 5.0
-"""How long code that has been cancelled may take to end: to close an environment, to abort a request."""
+"""Seconds that cancelled code may take to end, for example to close an environment or to abort a request."""
 
 _LONGEST_ERROR = 1000  # characters of an error's text
 
 
-class Late(TimeoutError):
-    """User code took longer than it may; a `TimeoutError` of another class is its own."""
+class UserTimeout(TimeoutError):
+    """User code took longer than it may. A `TimeoutError` of another class was raised by the code itself."""
 
 
 class UserCodeError(RuntimeError):
-    """User code raised something that is not an `Exception`; the text is its name and its message."""
+    """User code raised something that is not an `Exception`; the text is that error's name and message."""
 
 
 def described(error: BaseException) -> str:
-    """An error in one text, by name, whatever its own `__str__` does."""
+    """Returns an error's name and message as one text, even if its `__str__` fails."""
     try:
         text = str(error)
         if not isinstance(error, UserCodeError):
             text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     except BaseException:
         text = f"{type(error).__name__}, whose message cannot be read"
-    text = text.encode(errors="replace").decode()  # lone surrogates do not travel
+    text = text.encode(errors="replace").decode()  # lone surrogates cannot be sent between processes
     return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 1] + "…"
 
 
 async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run user code as a task of its own, which is cancelled only if the caller is, or when time is up.
+    """Run user code as a separate task, which is cancelled only when the caller is, or after `timeout` seconds.
 
-    When the caller is cancelled, so is the work, and has `ENDING_SECONDS` to end. Work that is late is not waited for.
-    Raises what it raised, UserCodeError for what is not an `Exception`, and Late after `timeout` seconds.
+    When the caller is cancelled, the code has `ENDING_SECONDS` to end; after a timeout it is not waited for. Raises the
+    code's `Exception`, UserCodeError for anything else that it raises, and UserTimeout after `timeout` seconds.
     """
 
     async def run() -> T:
@@ -58,8 +58,8 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
             raise UserCodeError(described(error)) from error
 
     task = asyncio.ensure_future(run())
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # one that is late may fail unheard
-    task.add_done_callback(lambda _: work.close())  # one that is cancelled at once has not begun
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody awaits it after a timeout
+    task.add_done_callback(lambda _: work.close())  # a task that is cancelled at once has never started `work`
     try:
         finished, _ = await asyncio.wait({task}, timeout=timeout)
     except asyncio.CancelledError:
@@ -68,17 +68,17 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
         raise
     if not finished:
         task.cancel()
-        raise Late(f"took longer than {timeout:g} s")
-    if task.cancelled():  # before it began: nobody was there to catch it
+        raise UserTimeout(f"took longer than {timeout:g} s")
+    if task.cancelled():  # before it began, so that `run` could not catch the error
         raise UserCodeError("CancelledError: the task was cancelled by somebody else")
     return task.result()
 
 
 async def call_user(function: Callable[[], Any], timeout: float | None = None) -> Any:
-    """The result of a plain function, run on a thread of its own, or of an async one, run on this loop.
+    """Calls a plain function on a new thread, or an async one on this event loop. Returns its result.
 
-    A plain function that is late keeps its thread, which nothing can stop, but which ends with the process; an async
-    one is cancelled, and not waited for. Raises as `contained` does.
+    After `timeout` seconds, an async function is cancelled and not waited for. A plain function cannot be stopped; its
+    thread ends with the process at the latest. Raises as `contained` does.
     """
 
     async def call() -> Any:
@@ -90,20 +90,20 @@ async def call_user(function: Callable[[], Any], timeout: float | None = None) -
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
-    """A daemon thread for each call: a pool would be used up by functions that hang, and waited for at exit."""
+    """Calls a function on a new daemon thread. Functions that hang would use up a pool, which is joined at exit."""
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # from here on it is never cancelled, only no longer awaited
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled, but is only no longer awaited
     use_device = this_device()
 
     def work() -> None:
         try:
             use_device()
             future.set_result(function())
-        except StopIteration as error:  # which asyncio's futures do not carry
+        except StopIteration as error:  # asyncio's futures refuse it
             future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except Exception as error:
             future.set_exception(error)
-        except BaseException as error:  # would be raised by the loop that awaits the future
+        except BaseException as error:  # otherwise it would end the event loop that awaits the future
             future.set_exception(UserCodeError(described(error)))
 
     threading.Thread(target=work, daemon=True, name="user-code").start()

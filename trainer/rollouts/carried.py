@@ -243,9 +243,9 @@ class CarriedPool:
             await engines.score(trajectory, prompt)
 
         group_settings = replace(settings, seed=self._config.run.seed, step=steps + 1)
-        seen = engines.setup([prompt]).seen(0)
+        images = engines.setup([prompt]).image_arguments(0)
         conversation = None if messages is None else messages[0]
-        return Beginning(group, group_settings, index, prompt.token_ids, prompt.row, conversation, score, seen)
+        return Beginning(group, group_settings, index, prompt.token_ids, prompt.row, conversation, score, images)
 
     def _trajectories(self, places: list[int]) -> list[Trajectory]:
         """Removes the groups at these places from this engine, and returns their trajectories.

@@ -1,1 +1,1 @@
-"""Programs for a Python without Hotbunk, which has the packages of an agent instead; they import nothing of ours."""
+"""Programs for a Python that has an agent's packages instead of Hotbunk; they import nothing of Hotbunk."""

@@ -1,4 +1,4 @@
-"""Serve Hotbunk's episodes from a Python of your own. One file that needs nothing else: put it beside your script.
+"""Serve Hotbunk's episodes from another Python. This file needs no package: put it beside your script.
 
     from hotbunk_client import serve
 
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def serve(agent: Callable[..., Any]) -> None:
-    """Answer episodes, one after the other and all on one event loop, until the run ends."""
+    """Answer episodes one after the other, on one event loop, until the run ends."""
     connection = socket.socket(fileno=int(os.environ["HOTBUNK_MESSAGES"]))
     os.set_inheritable(connection.fileno(), False)
     loop = asyncio.new_event_loop()
@@ -30,7 +30,7 @@ def serve(agent: Callable[..., Any]) -> None:
     with connection.makefile("rwb") as messages:
 
         def say(message: dict[str, Any]) -> None:
-            """One line to the run."""
+            """Send one line to the run."""
             messages.write(json.dumps(message).encode() + b"\n")
             messages.flush()
 

@@ -1,7 +1,8 @@
-"""Tasks and episodes of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers), in the Python that has it.
+"""Serves tasks and episodes of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) from its own Python.
 
-`rollout.verifiers` starts this file. `args` are what verifiers' own recipes have in `[env]`, but for the taskset's id.
-A row is a task as its own environment server would get it: its data as JSON (verifiers/v1/serve/types.py, RunRequest).
+`rollout.verifiers` starts this file. `args` are the keys that verifiers' own recipes have in `[env]`, except for the
+taskset's id. A row has a task in the form that verifiers' environment server gets it: its data as JSON
+(verifiers/v1/serve/types.py, RunRequest).
 """
 
 import os
@@ -12,12 +13,12 @@ from typing import Any
 
 from hotbunk_client import serve
 
-KEY = "HOTBUNK_API_KEY"  # verifiers hands no variable on to tools that has API_KEY in its name
-TOGETHER = 64  # episodes after which its servers are renewed: it keeps an HTTP client for every address
+KEY = "HOTBUNK_API_KEY"  # verifiers passes no variable with API_KEY in its name on to tools
+TOGETHER = 64  # episodes between restarts of verifiers' servers, which keep an HTTP client for every address
 
 
 class Environment:
-    """A taskset and the agent that plays it. Episodes come one after the other."""
+    """A taskset and the agent that works on it, one episode after the other."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # where uv is
@@ -30,19 +31,19 @@ class Environment:
         self.serving = AsyncExitStack()
 
     def rows(self, count: int) -> list[dict[str, str | None]]:
-        """The next rows, at most so many; none at the end. Raises ValueError for a task that JSON cannot hold."""
+        """Returns at most `count` further rows; none at the end. Raises ValueError for a task that JSON cannot hold."""
         rows = []
         for data in (task.data for task in islice(self.tasks, count)):
             written = data.model_dump_json()
             if type(data).model_validate_json(written) != data:
-                raise ValueError(f"task {data.idx} is not the same after it was written as JSON and read again")
+                raise ValueError(f"task {data.idx} differs after it was written as JSON and read again")
             prompt = data.prompt_text or data.name or f"task {data.idx}"
             answer = getattr(data, "answer", None)
             rows.append({"prompt": prompt, "answer": None if answer is None else str(answer), "task": written})
         return rows
 
     async def episode(self, task: str, base_url: str, model: str) -> tuple[dict[str, float] | None, dict[str, float]]:
-        """One episode. Returns rewards and metrics by name; raises RuntimeError where verifiers counts it as failed."""
+        """Run one episode. Returns rewards and metrics by name. Raises RuntimeError where verifiers says it failed."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import EvalClientConfig
 
@@ -71,7 +72,7 @@ LOADED: dict[str, Environment] = {}
 async def agent(
     base_url: str, api_key: str, model: str, row: dict[str, Any], environment: str, args: dict[str, Any]
 ) -> Any:
-    """An episode of the row's task; asked for the next tasks, these."""
+    """Run an episode of the row's task; for a row with `next`, return that many further tasks instead."""
     if not LOADED:
         LOADED["environment"] = Environment(environment, args)
     if "next" in row:

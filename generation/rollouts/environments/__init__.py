@@ -1,1 +1,1 @@
-"""Libraries of environments as `rollout.environment`: each is imported when a recipe names its file, and not before."""
+"""Adapters for libraries of environments. A library is imported only when a recipe names its adapter."""

@@ -1,10 +1,10 @@
-"""gymnasium (https://gymnasium.farama.org): environments whose observations can be read and actions written.
+"""gymnasium (https://gymnasium.farama.org): environments whose observations and actions can be written as text.
 
     rollout:
       environment: generation.rollouts.environments.gymnasium:Gym
       kwargs: {id: FrozenLake-v1, render_mode: ansi, actions: [left, down, right, up]}
 
-Columns `seed` and `options` of the data are given to reset; without a seed, runs cannot be repeated.
+The data's columns `seed` and `options` are passed to reset. Without a seed, runs cannot be repeated.
 """
 
 import json
@@ -19,17 +19,17 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 
 
 class Gym:
-    """Actions are calls of a tool, `act`. Each turn's reward is the sum of those of its steps."""
+    """An environment in which actions are calls of the tool `act`. A turn's reward is the sum of its steps' rewards."""
 
     def __init__(self, id: str, actions: list[str] | None = None, **kwargs: Any) -> None:
-        """`actions` are names for those of a discrete space, in its order; `kwargs` go to `gymnasium.make`."""
+        """Make the environment `id`. `actions` names a discrete space's actions; `kwargs` go to `gymnasium.make`."""
         self._env = gymnasium.make(id, **kwargs)
         self._names = actions or []
         self._earned = 0.0
         self._over = False
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
-        """The first observation."""
+        """Reset the environment, and return the first observation."""
         observation, _ = self._env.reset(seed=seed, options=options)
         return self._text(observation)
 
@@ -47,7 +47,7 @@ class Gym:
         return self._text(observation) + ("\nIt is over." if self._over else "")
 
     def turn_reward(self) -> float:
-        """Return what was earned since the last call."""
+        """Return the sum of rewards since the last call."""
         earned, self._earned = self._earned, 0.0
         return earned
 
@@ -61,7 +61,7 @@ class Gym:
         return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
 
     def _action(self, answer: Any) -> Any:
-        """An action as the space has it. Raises ValueError naming both where it has none such."""
+        """Returns an action of the space. Raises ValueError naming the actions where `answer` is not one of them."""
         action, space = answer, self._env.action_space
         if isinstance(answer, str) and answer.strip() in self._names:
             action = self._names.index(answer.strip())
@@ -75,17 +75,16 @@ class Gym:
                 return action
         except (TypeError, ValueError):
             pass
-        there = ", ".join(self._names) or str(space)
-        raise ValueError(f"{answer!r:.100} is not an action; there are: {there}")
+        raise ValueError(f"{answer!r:.100} is not an action; there are: {', '.join(self._names) or space}")
 
 
 class GymText(Gym):
-    """Each answer is an action: what is in its last pair of brackets, or else the whole of it."""
+    """An environment in which each answer is an action: the text in its last brackets, or else all of its text."""
 
     act = None  # type: ignore[assignment]  # no tool
 
     def respond(self, answer: str) -> str | None:
-        """The next observation, or None at the end; words about an answer that is no action."""
+        """Returns the next observation, or None at the end; for an answer that is not an action, the error's text."""
         bracketed = _BRACKETS.findall(answer)
         word = (bracketed[-1] if bracketed else answer).strip()
         try:

@@ -4,7 +4,7 @@
       environment: generation.rollouts.environments.openenv:OpenEnv
       kwargs: {url: "http://127.0.0.1:8000"}
 
-A column `seed` of the data is given to reset.
+The data's column `seed` is passed to reset.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from openenv.core.generic_client import GenericEnvClient
 
 
 class OpenEnv:
-    """Actions are calls of a tool, `act`. Each turn's reward is the sum of those of its steps."""
+    """An environment in which actions are calls of the tool `act`. A turn's reward is the sum of its steps' rewards."""
 
     def __init__(self, url: str, timeout_s: float = 60.0) -> None:
-        """`url` is the server's address; `timeout_s` bounds the wait for each of its answers."""
+        """Make an environment of the server at `url`, each of whose answers may take `timeout_s` seconds."""
         self._client = GenericEnvClient(base_url=url, message_timeout_s=timeout_s, mode="simulation")
         self._earned = 0.0
         self._over = False
         self._lost = False
 
     async def reset(self, seed: int | None = None) -> str:
-        """The first observation, over a connection of its own."""
+        """Open a connection to the server, and return the first observation."""
         await self._client.connect()
         result = await self._client.reset(**({} if seed is None else {"seed": seed}))
         return _text(result.observation)
@@ -42,7 +42,7 @@ class OpenEnv:
             raise RuntimeError("the server did not answer an earlier action in time, so this session is lost")
         try:
             result = await self._client.step(action)
-        except (TimeoutError, asyncio.CancelledError):  # the late answer would be taken for the next action's
+        except (TimeoutError, asyncio.CancelledError):  # the late answer would be taken as that to the next action
             self._lost = True
             raise
         self._earned += float(result.reward or 0.0)
@@ -50,7 +50,7 @@ class OpenEnv:
         return _text(result.observation) + ("\nIt is over." if self._over else "")
 
     def turn_reward(self) -> float:
-        """Return what was earned since the last call."""
+        """Return the sum of rewards since the last call."""
         earned, self._earned = self._earned, 0.0
         return earned
 
@@ -60,22 +60,22 @@ class OpenEnv:
 
 
 class OpenEnvText(OpenEnv):
-    """Each answer is an action: the text of its one field."""
+    """An environment in which each answer is an action, as the text of the action's only field."""
 
     act = None  # type: ignore[assignment]  # no tool
 
     def __init__(self, url: str, field: str = "message", timeout_s: float = 60.0) -> None:
-        """`field` is the action's."""
+        """Make an environment whose actions have the one field `field`."""
         super().__init__(url, timeout_s)
         self._field = field
 
     async def respond(self, answer: str) -> str | None:
-        """The next observation, or None at the end."""
+        """Returns the next observation, or None at the end."""
         text = await OpenEnv.act(self, {self._field: answer})
         return None if self._over else text
 
 
 def _text(observation: Any) -> str:
-    """The only text in it, or all of it as JSON."""
+    """Returns an observation's text if that is its only field, else the observation as JSON."""
     texts = [value for value in observation.values() if isinstance(value, str)] if isinstance(observation, dict) else []
     return texts[0] if len(texts) == 1 == len(observation) else json.dumps(observation, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""reasoning-gym (https://github.com/open-thought/reasoning-gym): tasks that are made as they are asked for, and judged.
+"""reasoning-gym (https://github.com/open-thought/reasoning-gym): generated tasks, and their scores.
 
 data: {path: "reasoning_gym:chain_sum?min_terms=2&size=5000&seed=1"}
 reward: {functions: [reasoning_gym]}
@@ -17,8 +17,10 @@ PREFIX = "reasoning_gym:"
 
 
 def rows(path: str) -> list[dict[str, Any]]:
-    """The rows of a dataset: `prompt`, `answer`, and what judging needs. Settings are those of its configuration, as in
-    a URL, their values in YAML. Raises ValueError naming the dataset.
+    """Returns the rows of a dataset: `prompt`, `answer`, and the columns that `score` needs.
+
+    The path has the dataset's settings like the query of a URL, with values in YAML. Raises ValueError naming the
+    dataset.
     """
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "path": path, "entry": json.dumps(entry, default=str)}
@@ -27,7 +29,7 @@ def rows(path: str) -> list[dict[str, Any]]:
 
 
 def score(completion: str, row: dict[str, Any]) -> float:
-    """The library's own judgement, 0 to 1, of the text between the tags <answer>, or else of the whole completion."""
+    """Returns the library's score, 0 to 1, of the text between <answer> tags, or else of the complete completion."""
     answer = extract_answer(completion)
     answer = completion.strip() if answer is None else answer
     return float(_dataset(row["path"]).score_answer(answer, json.loads(row["entry"])))

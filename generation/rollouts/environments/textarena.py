@@ -1,11 +1,11 @@
-"""textarena (https://github.com/LeonGuertler/TextArena): games in text, in which each answer is a move.
+"""textarena (https://github.com/LeonGuertler/TextArena): text games, in which each answer is a move.
 
     rollout:
       environment: generation.rollouts.environments.textarena:TextArena
       kwargs: {id: GuessTheNumber-v0}
 
-A column `seed` of the data is given to reset; without one, runs cannot be repeated. Games of several players need an
-`opponent`, which plays all others.
+The data's column `seed` is passed to reset; without it, runs cannot be repeated. Games of several players need an
+`opponent`, which plays for all players except the policy.
 """
 
 from typing import Any
@@ -16,15 +16,16 @@ from generation.importing import load
 
 
 class TextArena:
-    """The policy is player 0. Its reward is the game's, at the end; of a game that is not over, 0."""
+    """A game in which the policy is player 0. Its reward is that of the finished game; 0 if the game is not over."""
 
     def __init__(self, id: str, players: int = 1, opponent: str | None = None, **kwargs: Any) -> None:
-        """`opponent` is `pkg.mod:fn` or `file.py:fn`, called with all that a player has read; `kwargs` go to the game.
+        """Make the game `id`; `kwargs` go to it. `opponent` is `pkg.mod:fn` or `file.py:fn`, a function that is called
+        with all text that its player has read, and returns the player's move.
 
-        The game comes without the wrappers that repeat its whole history in each observation: a conversation has it.
+        The game is made without the wrappers that repeat its history in each observation, since a conversation has it.
         """
         if (players > 1) != (opponent is not None):
-            raise ValueError(f"{id} with {players} players: `opponent` is for the players beside the policy")
+            raise ValueError(f"{id} has {players} players: set `opponent` if, and only if, there are more than one")
         self._game = textarena.make(id if id.endswith("-raw") else f"{id}-raw", **kwargs)
         self._players = players
         self._opponent = load(opponent) if opponent is not None else None
@@ -32,12 +33,12 @@ class TextArena:
         self._reward = 0.0
 
     def reset(self, seed: int | None = None) -> str:
-        """The rules, and what the first player sees."""
+        """Start the game, and return the rules and the first observation."""
         self._game.reset(num_players=self._players, seed=seed)
         return self._policys_turn() or ""
 
     def respond(self, answer: str) -> str | None:
-        """Make the policy's move; return what has happened since, or None at the end."""
+        """Make the policy's move. Returns the next observation, or None at the end."""
         return None if self._move(answer) else self._policys_turn()
 
     def get_reward(self) -> float:
@@ -52,10 +53,10 @@ class TextArena:
         return bool(done)
 
     def _policys_turn(self) -> str | None:
-        """Play until it is the policy's turn again; return what it then reads, or None if the game ends before."""
+        """Play until it is the policy's turn. Returns what the policy reads, or None if the game ends before."""
         while True:
             player, messages = self._game.get_observation()
-            # Its own moves are in the conversation already.
+            # A player's own moves are left out, since the conversation has them already.
             text = "\n".join(message for sender, message, *_ in messages if sender != player)
             if player == 0 or self._opponent is None:
                 return text

@@ -1,4 +1,4 @@
-"""verifiers (https://github.com/PrimeIntellect-ai/verifiers) in a Python of its own: its tasks are the prompts.
+"""verifiers (https://github.com/PrimeIntellect-ai/verifiers) in a separate Python; its tasks become prompts.
 
 rollout: {verifiers: {environment: gsm8k, python: /home/me/agents/bin/python}}
 """
@@ -12,8 +12,8 @@ from generation.rollouts import elsewhere
 from generation.rollouts.client_process import ClientCommand, ClientError, ClientProcesses
 
 PREFIX = "verifiers:"
-_TOGETHER = 100  # tasks in a line between the processes, which may have 16 MiB
-_LIST_SECONDS = 900.0  # for all of them; some are downloaded first
+_TOGETHER = 100  # tasks per line between the processes; a line may have 16 MiB
+_LIST_SECONDS = 900.0  # for all tasks; some tasksets are downloaded first
 
 
 def command(settings: Mapping[str, Any], log: Path | None = None) -> ClientCommand:
@@ -24,12 +24,12 @@ def command(settings: Mapping[str, Any], log: Path | None = None) -> ClientComma
 
 
 def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The environment's first `tasks` tasks: columns `prompt`, `answer` where tasks have one, and `task`, which an
-    episode needs. Raises ValueError naming the environment.
+    """Returns the environment's first `tasks` tasks as rows with `prompt`, `answer` (None where a task has none), and
+    `task`, which an episode needs. Raises ValueError naming the environment.
     """
 
     async def ask(pool: ClientProcesses) -> list[dict[str, Any]]:
-        """All of them, some at a time."""
+        """Returns all tasks, which it requests in several lines."""
         tasks: list[dict[str, Any]] = []
         try:
             async with asyncio.timeout(_LIST_SECONDS):
@@ -47,5 +47,5 @@ def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     except (ClientError, TimeoutError) as error:
         reason = str(error) or f"it took longer than {_LIST_SECONDS:g} s"
         raise ValueError(
-            f"the environment {settings['environment']!r} of verifiers gives no tasks: {reason}"
+            f"the environment {settings['environment']!r} of verifiers lists no tasks: {reason}"
         ) from error

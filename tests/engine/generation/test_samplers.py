@@ -331,7 +331,7 @@ def test_a_sampler_that_exceeds_its_time_is_abandoned(leader: Leader, tokenizer:
     deadline = time.monotonic() + SECONDS
     while not ended and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ended == ["this rollout is over: its llm samples nothing any more"]
+    assert ended == ["this rollout has ended, so its llm samples no more"]
 
 
 class FilledInPolicy(VLLMModule):

@@ -136,11 +136,11 @@ def test_as_many_episodes_run_at_once_as_there_are_workers(settings: ClientComma
     ("kind", "sentence"),
     [
         ("floods a line", "sent a line of more than"),
-        ("floods lines", "answered something that it was not asked"),
+        ("floods lines", "answered with another id than that of its question"),
         ("exits", "ended with exit code 7 before it answered; it last printed: no more of this"),
         ("leaves another", "ended with exit code 7 before it answered"),
         ("nests", "sent a line that is not JSON"),
-        ("raises", "the client says: ZeroDivisionError: mine"),
+        ("raises", "the client reports an error: ZeroDivisionError: mine"),
         ("hangs", ""),
         ("answers late", ""),
         ("starts another", ""),
@@ -171,7 +171,7 @@ def test_a_hostile_client_costs_its_episode_only(
 
 def test_an_answer_to_nothing_is_not_taken_for_the_next_episodes(settings: ClientCommand) -> None:
     async def work(pool: ClientProcesses) -> None:
-        with pytest.raises(ClientError, match="answered something that it was not asked"):
+        with pytest.raises(ClientError, match="answered with another id than that of its question"):
             await ask(pool, "says more")
         assert (await ask(pool, value=3.0)).reward["b"] == 3.0
 

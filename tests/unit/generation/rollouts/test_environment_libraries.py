@@ -140,7 +140,7 @@ def test_textarena_alone_and_against_an_opponent(tmp_path: Path) -> None:
     opposed = {"id": "TicTacToe-v0", "players": 2, "opponent": f"{other}:last"}
     trajectory, text = play(TextArena, ["[0]", "[1]", "[2]"], {"seed": 1}, **opposed)
     assert trajectory.reward == 1.0 and "[8]" in text
-    with pytest.raises(ValueError, match="`opponent` is for the players"):
+    with pytest.raises(ValueError, match="set `opponent` if, and only if"):
         TextArena("TicTacToe-v0", players=2)
 
 

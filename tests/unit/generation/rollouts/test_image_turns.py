@@ -118,7 +118,7 @@ def test_the_image_of_a_samplers_next_turn_stands_behind_the_answer(processor: I
     [request] = prompts.chat_requests([*start.messages, *turns], None, {})
     told = [user("", "what?"), turns[0], user("")]
     expected, places = processor.expand(told, PICTURES[:2])
-    assert request.parent is answer and (request.seen.ids, request.seen.spans) == (expected, places)
+    assert request.parent is answer and (request.input.ids, request.input.spans) == (expected, places)
 
 
 def picture_part(image: Image) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def test_a_servers_tools_are_listed_in_the_form_of_chat_templates(listed: dict[s
 
 
 def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
-    with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: .*no shelf here"):
+    with pytest.raises(ValueError, match="server 'shelf' does not list its tools: .*no shelf here"):
         list_tools([McpServer("shelf", [*COMMAND, "--broken"], env=SEARCH)])
-    with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: FileNotFoundError"):
+    with pytest.raises(ValueError, match="server 'shelf' does not list its tools: FileNotFoundError"):
         list_tools([McpServer("shelf", ["/no/such/program"])])
 
 
@@ -86,12 +86,12 @@ HOSTILE = [sys.executable, str(Path(__file__).with_name("hostile_mcp_server.py")
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("pages", "does not tell its tools: it has more than 1000 tools, or 100 pages of them"),
+        ("pages", "does not list its tools: it has more than 1000 tools, or 100 pages of them"),
         ("large pages", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
         ("line", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
         ("lines", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
         ("notifications", "it wrote more than 16 MiB or 20000 lines instead of an answer"),
-        ("silence", "does not tell its tools: it took more than 3 s"),
+        ("silence", "does not list its tools: it took more than 3 s"),
         ("path", "one of them is called '../../x', but names are 1 to 128 of"),
         ("empty", "one of them is called '', but names"),
         ("twice", "2 of them are called 'x'"),
@@ -102,11 +102,11 @@ def test_listing_ends_in_a_sentence_whatever_a_server_says(
 ) -> None:
     if how == "silence":
         monkeypatch.setattr(mcp_tools, "_LIST_SECONDS", 3.0)
-    with pytest.raises(ValueError, match="the server 'odd' ") as caught:
+    with pytest.raises(ValueError, match="the MCP server 'odd' ") as caught:
         list_tools([McpServer("odd", [*HOSTILE, how])])
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
     assert len(caplog.messages) == (how == "lines") and "Traceback" not in caplog.text
-    assert all("the MCP server 'odd' writes what cannot be read" in line for line in caplog.messages)
+    assert all("the MCP server 'odd' writes lines that are not messages" in line for line in caplog.messages)
 
 
 def test_arguments_may_come_by_position() -> None:
@@ -196,7 +196,7 @@ def test_output_without_end_costs_its_call_only(tmp_path: Path, caplog: pytest.L
     text = TOKENIZER.decode(told.response_ids)
     assert "the MCP server 'shelf': it wrote more than 16 MiB or 20000 lines" in text and "tool\nfine" in text
     assert told.error == "" and told.metrics["tools/errors"] == 1
-    assert sum("writes what cannot be read" in line for line in caplog.messages) == 1
+    assert sum("writes lines that are not messages" in line for line in caplog.messages) == 1
 
 
 def test_standard_error_without_end_fills_no_disk(
@@ -263,7 +263,7 @@ def test_a_server_may_run_already_and_have_an_address(
     queues = {"c": [call("put", item="c"), say("ok")]}
     (late,) = converse(there, tmp_path, queues, command=(), url=address, shared=shared).values()
     assert late.error == "" and late.metrics["tools/errors"] == 1
-    with pytest.raises(ValueError, match="server 'shelf' does not tell its tools: "):
+    with pytest.raises(ValueError, match="server 'shelf' does not list its tools: "):
         list_tools([McpServer("shelf", url=address)])
 
 

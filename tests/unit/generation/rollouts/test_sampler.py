@@ -105,7 +105,7 @@ def test_what_a_sampler_returns_is_checked_index_by_index() -> None:
         (outputs[:2], "returned 2 results for 3 prompts: nothing for prompt 2"),
         ([*outputs, alien], "returned 4 results for 3 prompts: result 3 has no prompt"),
         ([outputs[0], None, outputs[2]], "returned None for prompt 1"),
-        ([outputs[0], alien, outputs[2]], "result 1 is an output that this engine has not given"),
+        ([outputs[0], alien, outputs[2]], "result 1 is an output that this engine has not returned"),
         ([outputs[0], outputs[1], 4], "result 2 is 4, but should be a RequestOutput or a list of token ids"),
         ([outputs[0], [4, 4], outputs[2]], "result 1 holds 2 ids that the policy has not sampled"),
         ([outputs[1], outputs[0], outputs[2]], "result 0 answers prompt 1, not prompt 0: keep the order"),
@@ -210,10 +210,10 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     [chat] = prompts.chat_requests([*start.messages, said, {"role": "user", "content": "more"}], None, {})
     for request in (text, ids, chat):
         assert request.parent is answer
-        assert request.seen.ids[: len(answer.ids)] == answer.ids
+        assert request.input.ids[: len(answer.ids)] == answer.ids
     tokenizer = small_tokenizer()
-    assert tokenizer.decode(text.seen.ids[len(answer.ids) :]) == "<tool>3"
-    assert tokenizer.decode(chat.seen.ids[len(answer.ids) :]) == "<user>more<assistant>"
+    assert tokenizer.decode(text.input.ids[len(answer.ids) :]) == "<tool>3"
+    assert tokenizer.decode(chat.input.ids[len(answer.ids) :]) == "<user>more<assistant>"
 
 
 def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> None:
@@ -221,16 +221,16 @@ def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> No
     prompts, start, answer = prompts_after("", [2])
     asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])
     assert asked_again.parent is None
-    assert asked_again.seen.ids == start.token_ids
+    assert asked_again.input.ids == start.token_ids
     assert followed.parent is answer
-    assert followed.seen.ids[: len(answer.ids)] == answer.ids
+    assert followed.input.ids[: len(answer.ids)] == answer.ids
 
 
 def test_prompts_come_in_all_forms() -> None:
     prompts, start, _ = prompts_after("x", [7])
     ids = start.token_ids
-    assert [r.seen.ids for r in prompts.requests(start)] == [ids]
-    assert [r.seen.ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])][:3] == [
+    assert [r.input.ids for r in prompts.requests(start)] == [ids]
+    assert [r.input.ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])][:3] == [
         ids
     ] * 3
     assert [len(prompts.requests(form)) for form in ("text", ids, {"prompt": "q"}, ["a", "b"], [ids, ids])] == [
@@ -241,7 +241,7 @@ def test_prompts_come_in_all_forms() -> None:
         2,
     ]
     [templated] = prompts.chat_requests(start.messages, None, {})
-    assert templated.seen.ids == ids
+    assert templated.input.ids == ids
     with pytest.raises(ValueError, match="needs messages"):
         prompts.chat_requests([], None, {})
 

@@ -93,9 +93,9 @@ def test_parameters_may_have_any_name_and_type() -> None:
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (lambda *rest: 1, "cannot take 'rest' that way"),
-        (lambda **rest: 1, "cannot take 'rest' that way"),
-        (len, "cannot take 'obj' that way"),
+        (lambda *rest: 1, "has 'rest', which cannot be passed by name"),
+        (lambda **rest: 1, "has 'rest', which cannot be passed by name"),
+        (len, "has 'obj', which cannot be passed by name"),
     ],
 )
 def test_functions_that_can_be_no_tools_are_named(function: Callable[..., Any], problem: str) -> None:
@@ -104,7 +104,7 @@ def test_functions_that_can_be_no_tools_are_named(function: Callable[..., Any], 
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two tools named 'add'"):
+    with pytest.raises(ValueError, match="two tools are named 'add'"):
         tools_by_name([make_tool(add), make_tool(add)])
 
 

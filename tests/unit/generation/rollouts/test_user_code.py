@@ -127,7 +127,7 @@ def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
 
 def _waits_in_episode(task: "asyncio.Task[Any]", number: int) -> bool:
     frame = getattr(task.get_coro(), "cr_frame", None)
-    llm = frame.f_locals.get("llm") if frame is not None and frame.f_code.co_name == "one" else None
+    llm = frame.f_locals.get("llm") if frame is not None and frame.f_code.co_name == "run_one" else None
     return llm is not None and llm.prompt_index == number
 
 
@@ -453,11 +453,11 @@ def test_user_code_is_contained_and_its_own_time_outs_are_told_from_ours() -> No
     async def own_timeout() -> None:
         raise TimeoutError("its own")
 
-    with pytest.raises(user_code.Late, match=r"took longer than 0\.05 s"):
+    with pytest.raises(user_code.UserTimeout, match=r"took longer than 0\.05 s"):
         asyncio.run(contained(forever(), 0.05))
     with pytest.raises(TimeoutError, match="its own") as caught:
         asyncio.run(contained(own_timeout(), 5))
-    assert not isinstance(caught.value, user_code.Late)
+    assert not isinstance(caught.value, user_code.UserTimeout)
     with pytest.raises(UserCodeError, match="SystemExit: 1"):
         asyncio.run(call_user(lambda: exit(1), 5))
     assert len(described(ValueError("x" * 10**6))) == 1000

@@ -139,10 +139,10 @@ def test_what_gives_no_tasks_is_told_of(settings: dict[str, Any]) -> None:
     for changes, sentence in (
         (
             {"environment": "none"},
-            "'none' of verifiers gives no tasks: .*ModuleNotFoundError: taskset 'none' not found",
+            "'none' of verifiers lists no tasks: .*ModuleNotFoundError: taskset 'none' not found",
         ),
-        ({"env": {}}, "'sums' of verifiers gives no tasks: .*No module named 'verifiers'"),
-        ({"args": {"taskset": {"secret": 3}}}, "task 0 is not the same after it was written as JSON and read again"),
+        ({"env": {}}, "'sums' of verifiers lists no tasks: .*No module named 'verifiers'"),
+        ({"args": {"taskset": {"secret": 3}}}, "task 0 differs after it was written as JSON and read again"),
     ):
         with pytest.raises(ValueError, match=sentence):
             verifiers.rows(settings | changes)
@@ -186,7 +186,7 @@ def test_its_tasks_are_the_prompts_of_a_recipe(settings: dict[str, Any], tmp_pat
     (tmp_path / "config.yaml").write_text(to_yaml(config))  # a run's own, with other settings on the command line
     again = load_config(tmp_path / "config.yaml", ["rollout.verifiers.tasks=2"])
     assert len(load_prompts(again.data, tokenizer)) == 2
-    with pytest.raises(UserError, match="verifiers:none .* cannot be read: the environment 'none' .* gives no tasks"):
+    with pytest.raises(UserError, match="verifiers:none .* cannot be read: the environment 'none' .* lists no tasks"):
         load_prompts(load_config(tmp_path / "r.yaml", ["rollout.verifiers.environment=none"]).data, tokenizer)
 
 
