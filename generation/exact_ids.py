@@ -26,10 +26,10 @@ Message = Mapping[str, Any]
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _IGNORED = re.compile(r"[\s�]+")  # in comparisons: whitespace, and the character for bytes that are not text
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # JSON's, in the arguments of tool calls
-_ANSWER = "<the answer>"  # stands for an answer where only the template's text after it is wanted
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # a JSON escape, in the arguments of tool calls
+_ANSWER = "<the answer>"  # in `STAND_IN`
 STAND_IN = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-"""A conversation to render before messages, where only the template's text after its answer is wanted."""
+"""A conversation to render before further messages, where only the template's text after its answer is wanted."""
 
 
 @dataclass
@@ -407,12 +407,12 @@ def following(rendered: str) -> str:
     """
     _, answer, text = rendered.partition(_ANSWER)
     if not answer:
-        raise ValueError("the chat template does not render an assistant's answer unchanged: no turn can follow one")
+        raise ValueError("the chat template does not render an assistant's answer unchanged, so no turn can follow it")
     return text
 
 
 def without_second_end(last_id: int, added: list[int], ends: Collection[int | None]) -> list[int]:
-    """Return the ids `added` to follow `last_id`, without the template's end of the answer if the answer has an end."""
+    """Return the template's ids `added` after `last_id`, without the answer's end if `last_id` already ends it."""
     return added[1:] if added and added[0] in ends and last_id in ends else added
 
 
@@ -464,7 +464,7 @@ class _Turns:
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
         *self._rendered, after = self._segments(until_answer)
         if not self._rendered:
-            reason = "the chat template writes no EOS token behind answers, so the exact ids cannot be kept"
+            reason = "the chat template writes no EOS token after answers, so the exact ids cannot be kept"
             raise ValueError(f"{reason}; its rendering ends with {self._text(after)[-80:]!r}")
         # The last answer and the generation prompt begin with the header of an assistant's turn, or of any turn in
         # templates that mark no assistant.
@@ -511,7 +511,7 @@ class _Turns:
             ends = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
         if len(ends) != 1:
             reason = "the chat template renders the last answer differently when messages follow it"
-            raise ValueError(f"{reason}, and it cannot be told where it ends: {self._text(answer)[-80:]!r}")
+            raise ValueError(f"{reason}, so that its end cannot be found: {self._text(answer)[-80:]!r}")
         return places[ends[0]]
 
     def _segments(self, ids: Sequence[int]) -> list[list[int]]:

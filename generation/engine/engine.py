@@ -54,8 +54,8 @@ class Engine:
         state: which memory the engine holds, and the version of its weights.
         adapter: number of the LoRA adapter that answers requests, sent by the latest update; None: no adapter.
         not_finite: the first NaN or infinite log-probability of a sampled token since this was last set to None.
-        preemptions: how often since the start vLLM has freed an answer's KV cache for lack of room and computed it
-            again; counted only with `settings.keyed_noise`.
+        preemptions: how often so far vLLM has freed an answer's KV cache for lack of room and computed it again;
+            counted only with `settings.keyed_noise`.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -110,13 +110,13 @@ class Engine:
         unfinished: Unfinished | None = None,
         images: Sequence[Image] = (),
         image_spans: Spans = (),
-        growing: Callable[[list[int]], None] | None = None,
+        on_ids: Callable[[list[int]], None] | None = None,
     ) -> Generation:
         """Sample one response to one prompt: token ids in, token ids out.
 
         With a `turnstile`, the response grows slice by slice, each sampled with the version for which the gate was
         opened, and continues `unfinished`, if given, with the seed and budget of that answer. Without a turnstile,
-        `growing` is called with all ids of the response so far whenever there are more. `images` and `image_spans` are
+        `on_ids` is called with all ids of the response so far whenever there are more. `images` and `image_spans` are
         as in `Trajectory`.
 
         Raises EngineStateError unless the engine is awake with the weights of `policy_version`, and ValueError where
@@ -137,9 +137,9 @@ class Engine:
             generation.routes = last.routed_experts  # the last slice's prompt held all tokens before it
             return generation
         prompt = await self.prompt(inputs)
-        if growing is not None:
+        if on_ids is not None:
             params.output_kind = type(params.output_kind).CUMULATIVE
-        output = await self.request(prompt, params, policy_version=policy_version, growing=growing)
+        output = await self.request(prompt, params, policy_version=policy_version, on_ids=on_ids)
         return generations_of(output, policy_version)[0]
 
     async def prompt(self, inputs: PromptInput) -> dict[str, Any]:
@@ -161,12 +161,12 @@ class Engine:
         params: "SamplingParams",
         *,
         policy_version: int,
-        growing: Callable[[list[int]], None] | None = None,
+        on_ids: Callable[[list[int]], None] | None = None,
         **options: Any,
     ) -> "RequestOutput":
         """Run one request in vLLM's own terms: take its prompt dictionary, return its final output.
 
-        `growing` is called for each output, with the ids of its first completion; `params.output_kind` says which
+        `on_ids` is called for each output, with the ids of its first completion; `params.output_kind` says which
         outputs there are. `options` go to `AsyncLLM.generate`. Raises EngineStateError unless the engine is awake with
         the weights of `policy_version`.
         """
@@ -174,8 +174,8 @@ class Engine:
         final = None
         async for output in self.submit(prompt, params, f"hotbunk-{next(self._request_numbers)}", **options):
             final = output
-            if growing is not None:
-                growing(list(output.outputs[0].token_ids))
+            if on_ids is not None:
+                on_ids(list(output.outputs[0].token_ids))
         if final is None:
             raise RuntimeError("vLLM ended a request without an output")
         return final
@@ -213,7 +213,7 @@ class Engine:
                 yield output
 
     async def _add_routes(self, output: "RequestOutput", request_id: str, count: int) -> None:
-        """Set `routed_experts` of finished completions, which vLLM does not on CPU; the request has `count` in all."""
+        """Set `routed_experts` of finished completions, since vLLM does not on CPU; `count` is the request's `n`."""
         import numpy as np
 
         for completion in (c for c in output.outputs if c.finish_reason is not None):
@@ -236,7 +236,7 @@ class Engine:
         async for output in self.submit({"prompt_token_ids": token_ids}, params, name):
             logprobs = output.prompt_logprobs
         if logprobs is None:
-            raise RuntimeError("vLLM gave no prompt log-probabilities")
+            raise RuntimeError("vLLM has returned no log-probabilities of the prompt")
         return [position[token].logprob for position, token in zip(logprobs[1:], token_ids[1:], strict=True)]
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
@@ -244,7 +244,7 @@ class Engine:
         return [await self.prompt_logprobs(token_ids)]
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker of the group and return the results, plain types only, in worker order."""
+        """Call a method of every worker of the group and return the results, of plain types, in worker order."""
         return await self._unless_dead(self.llm.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs))
 
     async def ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:

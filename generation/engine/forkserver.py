@@ -40,7 +40,7 @@ MODULES = (
 
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # they start cores and workers
 _PR_SET_PDEATHSIG = 1
-_ERROR = 2  # of c10/util/logging_is_not_google_glog.h
+_ERROR = 2  # the level of that name in c10/util/logging_is_not_google_glog.h
 
 
 _signal_handlers: list[Any] = []
@@ -75,7 +75,7 @@ class _Context(ForkServerContext):
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., Any], kwargs: dict[str, Any], name: str | None = None, daemon: bool | None = None
     ) -> ForkServerProcess:
-        return _CoreProcess(target=_begin, args=(dict(os.environ), target), kwargs=kwargs, name=name, daemon=daemon)
+        return _CoreProcess(target=_run_core, args=(dict(os.environ), target), kwargs=kwargs, name=name, daemon=daemon)
 
 
 def _is_running(pid: int) -> bool:
@@ -86,7 +86,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _begin(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
+def _run_core(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
     """Run a core's `target` in `environment`, and apply the variables that libraries read only at their import."""
     # The kernel ends a core with the server, and the server with the rank. A core that outlived them, its guardians
     # having been killed, would keep the rank's descriptors open, and with them the lock of the run.
@@ -118,7 +118,8 @@ def prepare() -> None:
     """Do, once for all cores, work that every core would do at its start; it is half of a core's start time."""
     import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     platform: Any = import_module("vllm.platforms").current_platform
-    with warnings.catch_warnings(action="ignore"):  # it reads all of all modules (vllm/triton_utils/dispatcher.py)
+    # It reads every attribute of every module (vllm/triton_utils/dispatcher.py), and some of them warn.
+    with warnings.catch_warnings(action="ignore"):
         platform.register_triton_kernel_overrides()
     platform.register_triton_kernel_overrides = lambda: None
 

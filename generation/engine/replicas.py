@@ -218,7 +218,7 @@ class ReplicatedEngine(Engine):
                 return changed
             await asyncio.wait([r.started for r in self._starting], return_when=asyncio.FIRST_COMPLETED)
 
-    def _lose(self, replica: Replica, how: str) -> None:
+    def _lose(self, replica: Replica, death: str) -> None:
         """Replace a replica that has died, unless that has been done. Raises RuntimeError if too many have died."""
         if replica not in (*self.members, *self._starting):
             return
@@ -230,8 +230,8 @@ class ReplicatedEngine(Engine):
         left = self._restarts - len(self._deaths)
         if left < 0:
             deaths = f"{len(self._deaths)} replicas have died within an hour"
-            raise RuntimeError(f"{deaths}, more than engine.restarts={self._restarts} allows; the last: {how}")
-        log.warning("%s: starting another, %d of engine.restarts left in this hour", how, left)
+            raise RuntimeError(f"{deaths}, more than engine.restarts={self._restarts} allows; the last: {death}")
+        log.warning("%s: starting another, %d of engine.restarts left in this hour", death, left)
         self._start_another()
 
     async def settle(self) -> bool:
@@ -242,11 +242,12 @@ class ReplicatedEngine(Engine):
         await asyncio.gather(*self._calls, return_exceptions=True)
         for replica in [*self.members]:
             try:
-                died = await asyncio.wait_for(replica.call("death"), _ANSWER_SECONDS)
+                reason = await asyncio.wait_for(replica.call("death"), _ANSWER_SECONDS)
+                death = reason and f"{replica.name}: {reason}"
             except (ReplicaDied, TimeoutError) as error:
-                died = str(error) or f"{replica.name} does not answer"
-            if died:
-                self._lose(replica, died)
+                death = str(error) or f"{replica.name} does not answer"
+            if death:
+                self._lose(replica, death)
         return self._changed
 
     async def _gather(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -255,7 +256,7 @@ class ReplicatedEngine(Engine):
         return await asyncio.gather(*self._calls)
 
     async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """Samples one request as `Engine.submit`, on the least busy replica; yields only the complete output."""
+        """Samples one request on the least busy replica, as `Engine.submit` does, but yields only the final output."""
         options.pop("lora_request", None)  # a replica knows the adapter of the latest update
         final = params.clone()
         final.output_kind = type(final.output_kind).FINAL_ONLY
@@ -281,7 +282,7 @@ class ReplicatedEngine(Engine):
         return await self._gather([member.call("prompt_logprobs", token_ids) for member in self.members])
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Calls a method of all workers, as `Engine.call_workers`; results in order of replicas and workers."""
+        """Calls a method of all workers and returns the results, in the order of replicas and of their workers."""
         kwargs["timeout"] = timeout
         results = await self._gather([member.call("call_workers", method, *args, **kwargs) for member in self.members])
         return [*itertools.chain(*results)]
@@ -293,7 +294,7 @@ class ReplicatedEngine(Engine):
         await self._gather([member.call("ask_workers", "init_collective", n * size, *group) for n, member in places])
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
-        """Updates the weights of all replicas, as `Engine.receive`; here `version` is required."""
+        """Updates the weights of all replicas, as `Engine.receive` does; here `version` is required."""
         assert version is not None
         self.state.begin_sync()
         with undone_by(self.state.fail_sync):

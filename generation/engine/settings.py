@@ -53,14 +53,14 @@ DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _OFFLOADING = ("backend", "group_size", "num_in_group", "prefetch_step", "params")
 
 UNSYNCED = {
-    **dict.fromkeys(DRAFTING, "has tokens drafted: seeds sample other tokens, and a drafter's weights get no updates"),
+    **dict.fromkeys(DRAFTING, "drafts tokens: seeds then sample other tokens, and a drafter's weights get no updates"),
     **dict.fromkeys(
         [f"offload_{name}" for name in _OFFLOADING],
         "keeps weights in the host's memory, and copies them over the updated ones",
     ),
     **dict.fromkeys(("enable_eplb", "eplb_config"), "moves experts away from where updates put them"),
     "default_mm_loras": "loads adapters that get no updates",
-    "weight_transfer_config": "lets weights in past the updates, which check and count them",
+    "weight_transfer_config": "loads weights without the updates, which check and count them",
 }
 """vLLM's arguments by which an engine would compute with weights other than the policy's, each with the reason.
 

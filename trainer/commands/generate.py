@@ -190,12 +190,12 @@ def converse(settings: EngineSettings, chat: ChatSession, sampling: SamplingSett
     On a terminal answers are printed while they grow.
     """
     typing = Typing(chat.tokenizer)
-    growing = typing.grow if sys.stdout.isatty() else None
+    on_ids = typing.grow if sys.stdout.isatty() else None
 
     def job(leader: Leader) -> int:
         for prompt in [chat.ids] if chat.ids else _typed(chat):
             seed = int.from_bytes(os.urandom(7))
-            request = leader.engine.complete(prompt, sampling, seed=seed, policy_version=0, growing=growing)
+            request = leader.engine.complete(prompt, sampling, seed=seed, policy_version=0, on_ids=on_ids)
             answer = leader.thread.run(request, 3600, "the answer")
             chat.ids = prompt + answer.token_ids
             text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)

@@ -201,7 +201,7 @@ def test_stop_conditions_that_could_lie_across_a_cut_are_refused(leaders: dict[s
                 {"stop": "ab"},
                 {"extra_body": {"repetition_detection": {"max_pattern_size": 3, "min_count": 3}}},
             ):
-                with pytest.raises(openai.BadRequestError, match="lie across a cut") as error:
+                with pytest.raises(openai.BadRequestError, match="lie across two slices") as error:
                     await api.completions.create(model=model, prompt="?", **options)  # type: ignore[call-overload]
                 refused.append(str(error.value))
             await api.completions.create(model=model, prompt="?")

@@ -88,7 +88,7 @@ def test_the_examples_of_the_seed() -> None:
     until, whole = [5, 94224, 2, 198], [5, 94224, 2, 198, 6, 7, 198]
     assert replace_prefix_tokens(Words(), [5, 26951, 3834], until, whole) == [5, 26951, 3834, 2, 198, 6, 7, 198]
     # v0.4 raised IndexError where all messages are shorter than the prefix.
-    with pytest.raises(ValueError, match="cannot be told where it ends"):
+    with pytest.raises(ValueError, match="its end cannot be found"):
         replace_prefix_tokens(Words(), [11, 12, 2], [11, 12, 2], [11])
 
 
@@ -98,7 +98,7 @@ def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -
 
     with pytest.raises(ValueError, match="has no EOS token"):
         replace_prefix_tokens(Endless(), [1], [1], [1])
-    with pytest.raises(ValueError, match="writes no EOS token behind answers"):
+    with pytest.raises(ValueError, match="writes no EOS token after answers"):
         spliced(tokenizer, NO_ENDS, [20, 21], talk("a", "b", "c"))
     # The last end is a question's: what follows it must not be taken for what follows the answer.
     ids = [*rendered(tokenizer, QUESTIONS_END, talk("a"), True), *tokenizer("b")["input_ids"]]

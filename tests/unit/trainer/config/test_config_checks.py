@@ -206,13 +206,13 @@ def test_quantised_engines_and_models_are_refused_in_training(
 @pytest.mark.parametrize(
     ("extra", "reason", "evaluates"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "has tokens drafted", False),
-        ({"speculative_config": {"model": "a/drafter", "num_speculative_tokens": 3}}, "has tokens drafted", False),
-        ({"spec_model": "a/drafter"}, "has tokens drafted", False),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "drafts tokens", False),
+        ({"speculative_config": {"model": "a/drafter", "num_speculative_tokens": 3}}, "drafts tokens", False),
+        ({"spec_model": "a/drafter"}, "drafts tokens", False),
         ({"default_mm_loras": {"image": "an/adapter"}}, "loads adapters", True),
         ({"offload_group_size": 8}, "keeps weights in the host's memory", True),
         ({"enable_eplb": True}, "moves experts", True),
-        ({"weight_transfer_config": {"backend": "nccl"}}, "lets weights in", True),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "loads weights without", True),
         ({"model_weights": "s3://elsewhere"}, "is Hotbunk's to set: set model.path instead", False),
     ],
 )
