@@ -84,7 +84,7 @@ class Generation:
 
     @property
     def ids(self) -> list[int]:
-        """The ids of prompt and answer, with which every prompt that continues this answer begins."""
+        """The ids of prompt and answer, which are a prefix of every prompt that continues this answer."""
         return self.prompt_ids + self.token_ids
 
     @property
@@ -173,7 +173,7 @@ def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None
 
 
 class History:
-    """The answers so far, in which a prompt finds the answer that it continues."""
+    """The answers so far, and the search for the one that a prompt continues."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -194,7 +194,7 @@ class History:
             self._by_chat.setdefault(_chat_key(messages), []).append((generation, None))
 
     def capture(self, generation: Generation) -> None:
-        """Keep an answer, as a continuation of the longest answer so far with whose ids its prompt begins, if any."""
+        """Keep an answer, and link it to the longest earlier answer whose ids are a prefix of its prompt, if any."""
         if (parent := self.before(generation.prompt_ids)) is not None:
             generation.parent, parent.continued = parent, True
         self.add(generation)
@@ -204,7 +204,7 @@ class History:
         self._by_chat.setdefault(_chat_key(messages), []).append((generation, _identity(assistant_message)))
 
     def before(self, prompt: str | Sequence[int], position: int | None = None) -> Generation | None:
-        """Return the answer that a prompt continues: the longest one with whose prompt and answer it begins, or None.
+        """Return the answer that a prompt continues: the longest one whose prompt and answer are its prefix, or None.
 
         An answer may have no text, for example if it is EOS alone; a text prompt then continues it only if it is longer
         than the answer's prompt, since it would otherwise be the same prompt again. The latest answer at the same
@@ -488,7 +488,7 @@ class _Turns:
             raise self._mismatch(self._rendered[-1], repr(self._text(turns[-1])[-80:]) if turns else "nothing")
 
     def join(self, ids: Sequence[int]) -> list[int]:
-        """Return `ids`, with one end of the last answer, and then the full rendering after that answer."""
+        """Return `ids`, with the last answer's end once, followed by the rendering of everything after that answer."""
         end, after = self._answer_end(), self._segments(ids)[-1]
         if not self._blank(after):
             return [*ids, *self._all_ids[end:]]

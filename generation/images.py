@@ -95,7 +95,7 @@ class Image:
         return _decoded(self.data, ImageLimits(max_pixels=_BOMB))
 
     def data_url(self) -> str:
-        """Return the file as a data URL, in which form clients send images: data:image/…;base64."""
+        """Return the file as a data URL, the form in which clients send images: data:image/…;base64."""
         from PIL import Image as Pillow
 
         kind = Pillow.open(io.BytesIO(self.data), formats=_FORMATS).get_format_mimetype()

@@ -46,7 +46,7 @@ class EngineLifecycle:
             raise self._stale(f", the policy is at version {policy_version}")
 
     def usable_version(self) -> int:
-        """Return the version of the weights to generate with. Raises `EngineStateError` if it cannot generate."""
+        """Return the version of the weights to generate with. Raises `EngineStateError` if there is none."""
         self._require("generate", Memory.AWAKE)
         if self.version is None:
             raise self._stale()

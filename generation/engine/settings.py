@@ -224,7 +224,7 @@ def check_routes(settings: EngineSettings) -> None:
 
 
 def check_worker_classes(settings: EngineSettings) -> None:
-    """Raise ValueError where a class for the workers is missing, or an engine on CPU has none that lets it sleep."""
+    """Raise ValueError where a class for the workers is missing, or an engine on CPU cannot sleep without one."""
     for name in ("worker_extension", "worker_class"):
         if (path := getattr(settings, name)) is not None:
             spec = None

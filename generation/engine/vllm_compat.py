@@ -38,15 +38,15 @@ _TORCHRUN = (
 )  # fmt: skip
 
 
-# Says "Triton not available" in every process on a CPU: vLLM registers kernels (vllm/kernels/triton/activation.py).
+# This logger says "Triton not available" in every process on a CPU (for vllm/kernels/triton/activation.py).
 _TRITON_LOG = "torch._library.triton"
-# Says so beside a torch that brings Triton, before vLLM has set up its logging (vllm/triton_utils/importing.py).
+# This one says so beside a torch that brings Triton, before vLLM sets up logging (vllm/triton_utils/importing.py).
 _VLLM_TRITON_LOG = "vllm.triton_utils.importing"
 
 
 def _quiet_environment() -> dict[str, str]:
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else dozens of useless lines
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # against dozens of useless lines
     return env | {"TORCH_LOGS": ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))}
 
 
@@ -78,8 +78,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
 
 
 _CUDA_ENVIRONMENT = {
-    # vLLM forks unless this process has initialised CUDA itself. But children of a process that has even counted
-    # devices cannot use CUDA (https://github.com/pytorch/pytorch/issues/40403).
+    # vLLM forks unless this process has initialised CUDA itself. But after it has merely counted devices, its
+    # children cannot use CUDA (https://github.com/pytorch/pytorch/issues/40403).
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # FlashInfer's sampler compiles with nvcc, and serves only requests without a seed and log-probabilities: none here
     # (vllm/v1/sample/ops/topk_topp_sampler.py).
@@ -297,7 +297,7 @@ def killed_at_start(error: BaseException | None) -> bool:
 
 
 def worker_memory() -> set[Path]:
-    """Return the files of shared memory through which CPU workers of this process's engines get tensors and calls.
+    """Return the files in /dev/shm through which this process's CPU workers exchange tensors and receive calls.
 
     vLLM's workers remove the files for tensors at an orderly end
     (vllm/distributed/device_communicators/cpu_communicator.py). When the workers are killed, these files stay: no
