@@ -21,7 +21,7 @@ _SHARED_MEMORY_FOLDER = "/dev/shm"
 
 
 def gpu_visible() -> bool:
-    """Return True if there is an NVIDIA driver (natively or under WSL) and CUDA_VISIBLE_DEVICES does not hide all."""
+    """Return True if there is an NVIDIA driver (also under WSL) and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
     return not hidden and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
 
