@@ -1,1 +1,1 @@
-"""Other projects' generation interfaces, as adapters of the engine. Nothing else imports these."""
+"""Adapters that give the engine the generation interfaces of other projects. No other package imports them."""

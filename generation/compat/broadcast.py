@@ -1,5 +1,6 @@
-"""One object from one rank of a group to all, for code that runs on every rank of an engine group. Rollouts do not need
-it: tools and environments run on the group's leader only, and whole trajectories are exchanged.
+"""Broadcasts an object from one rank of a group to all, for code that runs on every rank of an engine's group.
+
+Rollouts do not need it: tools and environments run on the group's leader only, and complete trajectories are exchanged.
 """
 
 from typing import Any
@@ -10,11 +11,11 @@ import torch.distributed as dist
 
 
 def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The object of rank `src` of the group (None: all ranks) on every rank of it; the others' `obj` does not matter.
+    """Returns the object of rank `src` on every rank of the group (None: all ranks). Other ranks' `obj` is ignored.
 
-    Always two collectives, whatever the object is, on CPU tensors; nothing is unpickled, so the object consists of
-    None, booleans, numbers, text, bytes, lists and dictionaries. Tuples and sets arrive as lists; anything else is a
-    TypeError on all ranks.
+    Takes two collectives on CPU tensors for any object. Nothing is unpickled: the object may consist of None, booleans,
+    numbers, text, bytes, lists and dictionaries. Tuples and sets arrive as lists. Raises TypeError on all ranks for
+    anything else.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return obj
@@ -24,7 +25,7 @@ def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup 
             payload = msgspec.msgpack.encode(obj)
         except (TypeError, OverflowError) as error:
             payload, problem = str(error).encode(), "yes"
-    # A negative length says that what follows is an error, so that no rank is left waiting for the object.
+    # A negative length announces an error message in place of the object, so that no rank waits in vain.
     length = torch.tensor([-len(payload) if problem else len(payload)], dtype=torch.int64)
     dist.broadcast(length, group=group, group_src=src)
     sent = bytearray(payload or abs(int(length)))
@@ -32,5 +33,5 @@ def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup 
     dist.broadcast(data, group=group, group_src=src)
     received = data.numpy().tobytes()
     if int(length) < 0:
-        raise TypeError(f"rank {src} has something that cannot be broadcast: {received.decode()}")
+        raise TypeError(f"rank {src} has an object that cannot be broadcast: {received.decode()}")
     return msgspec.msgpack.decode(received)

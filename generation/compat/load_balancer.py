@@ -1,8 +1,8 @@
-"""The choice of an engine for a request: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
+"""Chooses an engine for each request: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
 
-No engine of a service is asked over a wire. Whoever submits a request counts it (`EngineLoad`), so a choice takes
-microseconds and sees the request that was submitted a moment ago; polled counts lag, and send a whole burst to one
-engine. Only handles of Ray's in a plain list are polled, since nobody counts for them here.
+The engines of a service are not asked for their load. The process that submits a request counts it (`EngineLoad`), so a
+choice takes microseconds and knows the latest request. Polled counts would lag, and send a burst of requests to one
+engine. Only Ray actors in a plain list are polled, since no `EngineLoad` counts their requests.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineLoad:
-    """The load of one engine as its front process knows it; from any thread."""
+    """The load of one engine, as the process that submits its requests counts it. Safe from any thread."""
 
     def __init__(self) -> None:
         self.cache_usage: float | None = None
@@ -24,34 +24,34 @@ class EngineLoad:
         self._lock = threading.Lock()
 
     def submitted(self) -> None:
-        """A request is about to go to the engine."""
+        """Count a request that is about to be submitted."""
         with self._lock:
             self._unfinished += 1
 
     def finished(self) -> None:
-        """A submitted request has ended, however it ended."""
+        """Count the end of a submitted request, whether or not it succeeded."""
         with self._lock:
             self._unfinished -= 1
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests submitted and not finished."""
+        """Returns the number of requests that were submitted and have not ended."""
         return self._unfinished
 
     def get_cache_usage(self) -> float | None:
-        """Share of the KV cache in use, 0 to 1, as last reported; None before the first report."""
+        """Returns the last reported share of the KV cache in use, 0 to 1; None before the first report."""
         return self.cache_usage
 
 
 class LoadBalancer:
     """Chooses an engine for each request. Strategies are tried in order until one succeeds.
 
-    - "prefix-aware": requests whose prompts begin alike go to the same engine, which has that prefix in its cache,
-      unless it is overloaded; then "requests" decides. The choice is the same in every process and after a restart.
-    - "requests": fewest unfinished requests.
-    - "kv-cache": least KV cache in use; among equals, fewest unfinished requests.
-    - "round-robin": one after the other.
+    - "prefix-aware": requests whose prompts begin alike go to the same engine, which has that prefix in its cache. If
+      that engine is overloaded, "requests" decides. The choice is the same in every process and after a restart.
+    - "requests": the engine with the fewest unfinished requests.
+    - "kv-cache": the engine with the least KV cache in use; among equal ones, that with the fewest unfinished requests.
+    - "round-robin": the engines in turn.
 
-    Ties are broken by a generator with a seed. May be called from several threads.
+    Ties are broken by a seeded random generator. May be called from several threads.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class LoadBalancer:
             actors: an `AsyncVLLM`, or a list of objects with the two methods of `EngineLoad` that read the load, or of
                 handles of Ray actors with these methods, which are asked at each choice.
             strategy: one strategy or several in order; by default "prefix-aware", then "requests".
-            prefix_length: tokens (of a text: words) that decide where a prompt goes.
-            overload_threshold: an engine with more than this many times the engines' mean requests is overloaded,
-            overload_floor: unless it has fewer than this many: without a floor, the first request in flight would
-                overload its engine, and prefixes would never meet their cache at low load.
-            seed: of the generator that breaks ties.
+            prefix_length: the number of first tokens, or words of a text, that decide where a prompt goes.
+            overload_threshold: an engine is overloaded if its requests are more than this many times the engines' mean.
+            overload_floor: an engine with fewer requests than this is never overloaded. Without a floor, the first
+                request would overload its engine, and prefixes would miss their cache at low load.
+            seed: the seed of the generator that breaks ties.
         """
         self.actors: list[Any] = getattr(actors, "actors", actors)
         if not isinstance(self.actors, list):
@@ -106,11 +106,11 @@ class LoadBalancer:
         self._turn_lock = threading.Lock()
 
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
-        """Index of the engine that the next request should go to; ValueError where there are none.
+        """Returns the index of the engine that the next request should go to. Raises ValueError if there is none.
 
-        Only "prefix-aware" looks at `prompt`: a text, token ids, or a prompt dictionary of vLLM's with either.
-        The `session_id` of a `request_context` keeps the requests of one session together, as if it were the prompt:
-        turns that begin differently still share most of their cache. Other entries change nothing.
+        Only "prefix-aware" uses `prompt`: a text, token ids, or a prompt dictionary of vLLM's with either. The
+        `session_id` of a `request_context` is used instead of the prompt, which keeps the requests of a session on one
+        engine, since they share most of their cache. Other entries are ignored.
         """
         if not self.actors:
             raise ValueError("No actors available for selection")
@@ -121,13 +121,13 @@ class LoadBalancer:
                 continue
             try:
                 return self._choose[strategy](prompt)
-            except Exception as error:  # an engine's own counters may fail in any way; the request continues
+            except Exception as error:  # the next strategy may work where an engine's load cannot be read
                 log.warning("Strategy '%s' failed with error: %s. Trying next strategy...", strategy, error)
         log.warning("All strategies %s failed. Falling back to random selection.", self.strategies)
         return self._random.randrange(len(self.actors))
 
     def get_stats(self) -> dict[str, Any]:
-        """Settings, and each engine's load in `actor_stats`: empty where it cannot be read, and `error` says why."""
+        """Returns settings, and each engine's load in `actor_stats`: empty, with an `error`, if it cannot be read."""
         stats: dict[str, Any] = {
             "strategies": self.strategies,
             "primary_strategy": self.strategy,
@@ -142,7 +142,7 @@ class LoadBalancer:
                 {"actor_index": index, "pending_requests": pending, "cache_usage": usage}
                 for index, (pending, usage) in enumerate(zip(self._counts(), self._ask("get_cache_usage"), strict=True))
             ]
-        except Exception as error:  # statistics never take down who asks for them
+        except Exception as error:  # the caller gets the error among the statistics
             log.warning("Error gathering load balancer stats: %s", error)
             stats["error"] = str(error)
         return stats
@@ -186,7 +186,7 @@ class LoadBalancer:
         preferred = int.from_bytes(digest, "little") % len(self.actors)
         try:
             counts = self._counts()
-        except Exception as error:  # a prefix's engine is a good choice without knowing loads, too
+        except Exception as error:  # the prefix's engine is a good choice even where loads are unknown
             log.warning("Could not check actor load: %s", error)
             return preferred
         count = counts[preferred]
@@ -195,9 +195,10 @@ class LoadBalancer:
 
 
 def routing_key(prompt: Any, prefix_length: int) -> bytes:
-    """The part of a prompt that decides where it goes: its first token ids, or of a text its first words. Dictionaries
-    (vLLM's `TokensPrompt`, `TextPrompt`) and objects with such attributes are looked into, ids first; ValueError where
-    there is nothing to go by.
+    """Returns the part of a prompt that decides where it goes: its first token ids, or a text's first words.
+
+    `prompt` may be a text, token ids, or a dictionary (vLLM's `TokensPrompt`, `TextPrompt`) or object with either, of
+    which ids come first. Raises ValueError for an empty prompt, or one of another type.
     """
     if isinstance(prompt, str):
         if words := prompt.split(None, prefix_length)[:prefix_length]:

@@ -1,4 +1,4 @@
-"""ChatLearn's vLLM backend: a class whose methods say how prompts are made, asked and read.
+"""ChatLearn's vLLM backend: a class whose methods make prompts, request answers, and decode them.
 
     class VLLMPolicyInference(VLLMModule):
         def build_dataset(self, train_prompts, is_eval=False): ...
@@ -13,12 +13,12 @@
         rows = policy.build_dataset(prompts)
         answers = policy.generate([rows[0], rows[1]])
 
-Alone, a module starts an engine of its own. Named in a recipe as `rollout.sampler`, with its hyper-parameters as
-`rollout.kwargs.model_args`, it samples for training, on the engine that has the policy's weights, and what
-`decode_internal` gives as `str_outputs` is shown and rewarded. `setup` is called before the first step's answers.
+By itself, a module starts a separate engine. Named in a recipe as `rollout.sampler`, with its hyper-parameters as
+`rollout.kwargs.model_args`, it samples for training on the engine that has the policy's weights. The texts that
+`decode_internal` returns as `str_outputs` are then reported and rewarded. `setup` is called before the first step.
 
-What vLLM's scheduler used to hand out, it keeps to itself today; asking for it is an error that says what to do.
-Prompts are measured by tokens, never by characters, and never cut at the end that asks for an answer.
+Data of vLLM's scheduler that older versions returned is not available any more; using it raises an error with a remedy.
+The length of prompts is counted in tokens, not characters, and no prompt is cut at its end, which asks for the answer.
 """
 
 import inspect
@@ -46,15 +46,15 @@ _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_ou
 
 
 class PromptPipeline:
-    """Prompts with their ids: items `{"input_ids": …, "prompt": …}`.
+    """A dataset of prompts with their ids: items `{"input_ids": …, "prompt": …}`.
 
-    `prompts` are the same as pairs of text and ids; `dropped` is how many had too many tokens.
+    `prompts` has the same items as pairs of text and ids; `dropped` is the number of prompts with too many tokens.
     """
 
     def __init__(
         self, prompts: Sequence[str], max_prompt_length: int, tokenizer: "PreTrainedTokenizerBase", cut: bool = False
     ) -> None:
-        """Prompts of more than `max_prompt_length` tokens are dropped, or cut at their beginning where `cut` is set."""
+        """Encode prompts. Those of more than `max_prompt_length` tokens are dropped, or cut at their start if `cut`."""
         if not isinstance(max_prompt_length, int) or max_prompt_length < 1:
             raise ValueError("Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0")
         if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
@@ -62,7 +62,7 @@ class PromptPipeline:
         self.tokenizer = tokenizer
         items: list[dict[str, Any]] = [{"input_ids": tokenizer.encode(prompt), "prompt": prompt} for prompt in prompts]
         for item in items if cut else ():
-            # The end is what asks for an answer, so it stays.
+            # The end of a prompt asks for the answer, so it stays.
             if len(item["input_ids"]) > max_prompt_length:
                 item["input_ids"] = item["input_ids"][-max_prompt_length:]
                 item["prompt"] = tokenizer.decode(item["input_ids"])
@@ -81,7 +81,7 @@ class PromptPipeline:
 
 
 class ModuleTokenizer:
-    """A tokenizer under the two names that modules know it by: `self.tokenizer`, and `self.tokenizer.tokenizer`."""
+    """A tokenizer that modules can use as `self.tokenizer` and as `self.tokenizer.tokenizer`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -91,7 +91,7 @@ class ModuleTokenizer:
 
 
 class ScheduledData(dict[str, Any]):
-    """A batch as `forward_step` gets it. What schedulers added to it once is refused with a remedy."""
+    """A batch as `forward_step` gets it. Keys that vLLM's scheduler once added raise ValueError with a remedy."""
 
     def __missing__(self, key: str) -> Any:
         if key in _SCHEDULED:
@@ -100,7 +100,7 @@ class ScheduledData(dict[str, Any]):
 
 
 def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
-    """The tokenizer that the hyper-parameters name, or the model's own."""
+    """Loads the tokenizer that the hyper-parameters name, or the model's. Raises ValueError if they name neither."""
     from transformers import AutoTokenizer
 
     if not (name := engine.get("tokenizer") or engine.get("model")):
@@ -109,7 +109,7 @@ def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedTokenizerBase") -> None:
-    """Raise ValueError unless two tokenizers have the same tokens under the same ids: else ids mean something else."""
+    """Raise ValueError unless two tokenizers have the same tokens under the same ids."""
     if tokenizer.get_vocab() != training.get_vocab():
         names = tokenizer.name_or_path, training.name_or_path
         raise ValueError(f"tokenizer {names[0]} has other tokens than {names[1]}, which the policy is trained with")
@@ -120,14 +120,14 @@ _INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cach
 
 
 class VLLMModule:
-    """A policy that answers prompts by vLLM. All methods except `generate` may be overridden.
+    """A policy that answers prompts with vLLM. All methods except `generate` may be overridden.
 
-    `model_args` are the hyper-parameters as given, files merged in; `llm` is anything with vLLM's `generate`.
+    `model_args` has the hyper-parameters, including those of files; `llm` is an object with vLLM's `generate`.
     """
 
     def __init__(self, model_args: Mapping[str, Any] | str | Path, llm: Any = None) -> None:
-        """`model_args` may be a YAML file, as of a model or as `rlhf.yaml`; without `llm`, `setup` starts an engine for
-        `model_args["model"]`.
+        """Make a module. `model_args` may be a YAML file, either of a model or like `rlhf.yaml`. Without `llm`, `setup`
+        starts an engine for `model_args["model"]`.
         """
         self.model_args = read_model_args(model_args)
         self.settings = read_settings(self.model_args)
@@ -136,7 +136,7 @@ class VLLMModule:
         self._own: Leader | None = None
         self._queue: list[tuple[Any, list[int], SamplingParams]] = []
         self._eval_mode = False
-        self._given: SamplingParams | None = None  # in training, which has called `setup` by then
+        self._training_params: SamplingParams | None = None  # set in training only, before `setup` is called
 
     def __getattr__(self, name: str) -> Any:
         gone = f"{name} belonged to vLLM's inside, which is its own now: {STEP_REMEDY}"
@@ -144,17 +144,17 @@ class VLLMModule:
 
     @property
     def tokenizer(self) -> ModuleTokenizer:
-        """The tokenizer that the hyper-parameters name, or the model's own."""
+        """The tokenizer that the hyper-parameters name, or the model's."""
         if self._tokenizer is None:
             self._tokenizer = ModuleTokenizer(load_tokenizer(self.settings.engine))
         return self._tokenizer
 
     def setup(self) -> None:
-        """Make the module ready: defines the model."""
+        """Prepare the module, by a call of `model_provider`."""
         self.model_provider()
 
     def model_provider(self) -> Any:
-        """`llm` if it was given, else one on an engine with the model's weights, never updated, started now."""
+        """Returns `llm`. If there is none, starts an engine with the model's weights for it, which is never updated."""
         if self.llm is None:
             engine = self.settings.engine
             if "model" not in engine:
@@ -169,8 +169,8 @@ class VLLMModule:
         return self.llm
 
     def load_checkpoint(self, path: str | Path) -> Any:
-        """Answer with the weights of another folder in Hugging Face format, on an engine of the module's own. Raises
-        ValueError where it samples on another, whose weights are not the module's to change.
+        """Switch to the weights of another folder in Hugging Face format, on a new engine. Raises ValueError where the
+        module was given its `llm`, whose weights it cannot change.
         """
         if self.llm is not None and self._own is None:
             raise ValueError(f"load_checkpoint({str(path)!r}): the llm has weights of its own; in training, model.path")
@@ -179,7 +179,7 @@ class VLLMModule:
         return self.model_provider()
 
     def check_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """Raise ValueError where the module would say in vain what the recipe, a mapping of sections, decides."""
+        """Raise ValueError where the module contradicts the recipe, a mapping of sections, which training follows."""
         if type(self).build_dataset is not VLLMModule.build_dataset:
             what = f"{type(self).__name__}.build_dataset is not called in training, whose prompts come from data.path"
             raise ValueError(f"{what}: prepare them there, and leave build_dataset out")
@@ -189,11 +189,11 @@ class VLLMModule:
             check_tokenizer(load_tokenizer(self.settings.engine), load_tokenizer(policy))
 
     def build_dataset(self, train_prompts: Sequence[str], is_eval: bool = False) -> Any:
-        """Prompts as items with ids and text; those that have too many tokens are left out."""
+        """Returns a dataset of the prompts with ids and text. Prompts with too many tokens are left out."""
         return PromptPipeline(train_prompts, self.settings.max_prompt_length, self.tokenizer.tokenizer)
 
     def _add_request(self, data: Mapping[str, Any], is_eval: bool = False) -> Any:
-        """Hand a batch's prompts to vLLM."""
+        """Queue the prompts of a batch."""
         keys = self.settings
         return self._add_request_internal(data[keys.prompt_key], data[keys.input_ids_key], is_eval=is_eval)
 
@@ -202,11 +202,11 @@ class VLLMModule:
         return self._forward_step(data, iteration, eval_mode=False)
 
     def eval_forward(self, data: Mapping[str, Any], iteration: int = 0) -> Any:
-        """Answer the batch in evaluation, which has sampling parameters of its own."""
+        """Answer the batch in evaluation, with the sampling parameters for that."""
         return self._forward_step(data, iteration, eval_mode=True)
 
     def decode_internal(self, batched_outputs: "list[RequestOutput]") -> Any:
-        """Lists with an entry for each answer, prompt after prompt; nothing is padded."""
+        """Returns unpadded lists with an entry for each answer, in the order of the prompts."""
         answers = [(output, completion) for output in batched_outputs for completion in output.outputs]
         prompts = [list(output.prompt_token_ids or []) for output, _ in answers]
         sampled = [list(completion.token_ids) for _, completion in answers]
@@ -220,7 +220,7 @@ class VLLMModule:
         }
 
     def generate(self, data: Any, iteration: int = 0, is_eval: bool = False) -> Any:
-        """Answer a batch, a mapping of lists or a list of a dataset's items: what `decode_internal` makes of it."""
+        """Answers a batch, a mapping of lists or a list of a dataset's items. Returns the decoded answers."""
         return self.decode_internal(self._outputs(data, iteration, is_eval))
 
     def _outputs(self, data: Any, iteration: int, is_eval: bool) -> "list[RequestOutput]":
@@ -234,16 +234,17 @@ class VLLMModule:
             raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
         if not batch:
             return []
-        self._hand_over(batch)
+        self._queue_batch(batch)
         forward = self.eval_forward if is_eval else self.forward_step
         return forward(batch, iteration=iteration)  # type: ignore[no-any-return]
 
     def __call__(self, llm: Any, prompts: Sequence[Any], sampling_params: "SamplingParams") -> "list[RequestOutput]":
-        """As a sampler in training (level 5), on one output for each prompt: the trainer repeats those of a group.
+        """Answer a batch as a sampler in training (level 5), with one output for each prompt of the batch.
 
-        Evaluation goes through `eval_forward`. The iteration is the step, or in evaluation the steps so far.
+        The trainer repeats the prompts of a group. Evaluation calls `eval_forward`. The iteration is the step, or in
+        evaluation the number of steps so far.
         """
-        self.llm, first, self._given = llm, self._given is None, sampling_params
+        self.llm, first, self._training_params = llm, self._training_params is None, sampling_params
         if first:
             self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
             self.setup()
@@ -260,13 +261,13 @@ class VLLMModule:
         return outputs
 
     def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
-        """Sample for all requests that were added (for `data`, if none were). There is an output for each prompt, in
-        their order, whose completions are numbered by `index`.
+        """Samples for all queued requests, or for `data` if none are queued. Returns an output for each prompt, in
+        order; its completions are numbered by `index`.
         """
         if scheduled or not (data is None or isinstance(data, Mapping)):
             raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
         if not self._queue and data is not None:
-            self._hand_over(data)
+            self._queue_batch(data)
         queue, self._queue = self._queue, []
         prompts = [
             prompt if isinstance(prompt, PromptText) and prompt.token_ids == ids else {"prompt_token_ids": ids}
@@ -297,10 +298,10 @@ class VLLMModule:
 
     @property
     def _answers(self) -> int:
-        """Requests for each prompt: in training it is there once for each answer of its group already."""
-        return self.settings.n if self._given is None else 1
+        """The number of requests for each prompt; 1 in training, where batches repeat a prompt for each answer."""
+        return self.settings.n if self._training_params is None else 1
 
-    def _hand_over(self, data: Mapping[str, Any]) -> None:
+    def _queue_batch(self, data: Mapping[str, Any]) -> None:
         takes_mode = "is_eval" in inspect.signature(self._add_request).parameters
         self._add_request(data, **({"is_eval": self._eval_mode} if takes_mode else {}))
 
@@ -310,7 +311,7 @@ class VLLMModule:
         return self.execute_step(data)
 
     def _add_request_internal(self, prompt: Any, input_ids: Any, is_eval: bool = False) -> None:
-        """Queue one prompt or a list of them, each `n` times: requests of their own, each with its own fate."""
+        """Queue one prompt or a list of them, each `n` times as separate requests, which may fail one by one."""
         pairs = [(prompt, input_ids)] if isinstance(prompt, str) else zip(prompt, input_ids, strict=True)
         for text, ids in pairs:
             params = self._sampling_params(list(ids), is_eval or self._eval_mode)
@@ -324,9 +325,9 @@ class VLLMModule:
         stop = [stop for stop, tokens in single.items() if len(tokens) != 1]
         ends = [tokens[0] for tokens in single.values() if len(tokens) == 1]
         fields = settings.eval_sampling if is_eval else settings.sampling
-        if self._given is not None:
-            params, ignore_eos = self._given.clone(), settings.sampling["ignore_eos"]
-            for name in SAMPLING:  # where one is not as the recipe's, the trajectory will be refused by name
+        if self._training_params is not None:
+            params, ignore_eos = self._training_params.clone(), settings.sampling["ignore_eos"]
+            for name in SAMPLING:  # a value that differs from the recipe's is refused later, by its name
                 if (value := self.model_args.get("eval_" * is_eval + name)) is not None:
                     setattr(params, name, value)
             params.ignore_eos, params.prompt_logprobs = ignore_eos, settings.sampling.get("prompt_logprobs")
@@ -349,7 +350,7 @@ class VLLMModule:
 
 
 def get_model(provider: Callable[[], Any], *_: Any) -> Any:
-    """The model that a `model_provider` gives."""
+    """Returns the model that a `model_provider` returns."""
     return provider()
 
 

@@ -1,4 +1,4 @@
-"""The hyper-parameters of ChatLearn's vLLM backend: each with its meaning today, or what replaces it."""
+"""The hyper-parameters of ChatLearn's vLLM backend, with their current meaning or their replacement."""
 
 import difflib
 import warnings
@@ -33,7 +33,7 @@ _ENGINE = (  # vLLM's own names
     "kv_cache_memory_bytes", "enforce_eager", "max_num_batched_tokens", "block_size", "kv_offloading_size",
     "cpu_offload_gb", "disable_sliding_window", "disable_custom_all_reduce",
 )  # fmt: skip
-_ALIASES = {  # of vLLM's names, ChatLearn's
+_ALIASES = {  # ChatLearn's names for an argument of vLLM
     "max_num_seqs": ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size"),
     "tensor_parallel_size": ("tensor_parallel_size", "tensor_model_parallel_size"),
 }
@@ -41,7 +41,7 @@ _PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_k
 _OWN = ("n", "ignore_eos", "use_beam_search", "stop_token_list", "prompt_logprobs", "includes")
 KNOWN = frozenset([*SAMPLING, *(f"eval_{name}" for name in SAMPLING), *_ENGINE, *(alias for same in _ALIASES.values()
                    for alias in same), *_PROMPTS, *_OWN, *_GONE])  # fmt: skip
-_RECIPE = {  # the recipe's keys that decide in training
+_RECIPE = {  # the recipe's key that decides in training, for each hyper-parameter
     "seq_length": "engine.max_model_len",
     "max_new_tokens": "sampling.max_tokens",
     "n": "algorithm.group_size",
@@ -51,38 +51,38 @@ _RECIPE = {  # the recipe's keys that decide in training
     **{alias: f"engine.{name}" for name, aliases in _ALIASES.items() for alias in aliases},
 }
 _FIXED = {"top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
-          "new_token_limit": True}  # of what a recipe has no key for, in training or in evaluation  # fmt: skip
+          "new_token_limit": True}  # the values in training of hyper-parameters without a key in recipes  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ChatLearnSettings:
-    """Settings made of the hyper-parameters."""
+    """The settings that hyper-parameters describe."""
 
     seq_length: int  # tokens of prompt and answer together
     max_new_tokens: int
-    new_token_limit: bool  # False: answers may fill whatever the prompt leaves of `seq_length`
-    n: int  # answers to each prompt, requests of their own
+    new_token_limit: bool  # False: answers may fill what the prompt leaves of `seq_length`
+    n: int  # answers to each prompt, each a separate request
     sampling: dict[str, Any]  # fields of vLLM's `SamplingParams`
     eval_sampling: dict[str, Any]
-    stop: list[str]  # strings
-    engine: dict[str, Any]  # by vLLM's names
-    input_ids_key: str  # of a dataset's rows
-    prompt_key: str
+    stop: list[str]  # strings that end an answer
+    engine: dict[str, Any]  # engine arguments by vLLM's names
+    input_ids_key: str  # key of the ids in a dataset's rows
+    prompt_key: str  # key of the text in a dataset's rows
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens a prompt may have."""
+        """The most tokens that a prompt may have."""
         return self.seq_length - (self.max_new_tokens if self.new_token_limit else 1)
 
     def max_tokens(self, prompt_tokens: int) -> int:
-        """Tokens the answer to such a prompt may have."""
+        """Returns the most tokens that the answer to a prompt of `prompt_tokens` tokens may have."""
         return self.max_new_tokens if self.new_token_limit else self.seq_length - prompt_tokens
 
 
 def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Hyper-parameters of a mapping or a YAML file, over those of the file that their `model_config_file` names.
+    """Returns the hyper-parameters in a mapping or a YAML file, which override those of their `model_config_file`.
 
-    They may be a section of their own, as `policy` in `rlhf.yaml`. Raises ValueError where there are several.
+    They may be in a section, like `policy` in `rlhf.yaml`. Raises ValueError where there are several sections.
     """
     folder, values = Path(), args
     if isinstance(args, str | Path):
@@ -100,8 +100,10 @@ def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first hyper-parameter that is otherwise in the recipe, a mapping of sections, which
-    decides in training. What requests alone are about (`stop_token_list`, `ignore_eos`, `prompt_logprobs`) is not.
+    """Raise ValueError for the first hyper-parameter that contradicts the recipe, a mapping of sections.
+
+    The recipe decides in training, except for hyper-parameters that only concern requests (`stop_token_list`,
+    `ignore_eos`, `prompt_logprobs`), for which it has no keys.
     """
     for name, value in args.items():
         field, decided = name.removeprefix("eval_"), dict[str, Any]()
@@ -129,8 +131,8 @@ def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
 
 
 def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
-    """The settings from a model's hyper-parameters; ValueError for one that is unknown, out of its range, or has no
-    meaning any more, naming what replaces it.
+    """Returns the settings that hyper-parameters describe. Raises ValueError for one that is unknown, out of its range,
+    or without a meaning any more; the error names the replacement.
     """
     arguments = {key: value for key, value in args.items() if value is not None}
     for key in arguments:
@@ -171,7 +173,7 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
 
 
 def _sampling(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Fields of `SamplingParams` with their ranges checked; with a prefix, only those that are set under it."""
+    """Returns checked fields of `SamplingParams`; with a prefix, only those that are set under it."""
     fields: dict[str, Any] = {}
     for name, (fits, meaning) in SAMPLING.items():
         value = args.get(prefix + name)
@@ -189,7 +191,7 @@ def _engine(args: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {key: args[key] for key in _ENGINE if key in args}
     share = arguments.get("gpu_memory_utilization", 1)
     checked("gpu_memory_utilization", share, int | float, lambda v: 0 < v <= 1, "in (0, 1]")
-    for key in ("block_size", "max_num_batched_tokens"):  # tokens, both; the page's "16 MB" is a mistake
+    for key in ("block_size", "max_num_batched_tokens"):  # both in tokens; "16 MB" in ChatLearn's docs is a mistake
         if key in args:
             _whole(args, key, 1)
     for name, aliases in _ALIASES.items():
@@ -215,7 +217,7 @@ def _flag(args: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def checked(name: str, value: Any, kind: Any, fits: Callable[[Any], bool], meaning: str) -> Any:
-    """The value. Raises ValueError unless it is of the kind, a truth being no number, and fits."""
+    """Returns the value. Raises ValueError unless it has the type `kind`, a bool not being a number, and `fits`."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not fits(value):
         raise ValueError(f"{name} is {value!r}, but should be {meaning}")
     return value

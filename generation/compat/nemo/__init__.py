@@ -1,1 +1,1 @@
-"""NeMo RL's generation interface: padded batches in, ids and log-probabilities out."""
+"""NeMo RL's generation interface, which takes padded batches and returns ids and log-probabilities."""

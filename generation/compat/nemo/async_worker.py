@@ -20,7 +20,7 @@ from generation.server import OpenAIServer, ServerSettings
 
 
 class VllmAsyncGenerationWorker(Engine):
-    """An `Engine` that generates for batches and takes weights by NeMo RL's method names."""
+    """An `Engine` that generates for batches and receives weights through methods with NeMo RL's names."""
 
     def __init__(
         self,
@@ -29,23 +29,24 @@ class VllmAsyncGenerationWorker(Engine):
         fraction_of_gpus: float = 1.0,
         seed: int | None = None,
     ) -> None:
-        """A worker that is not started yet; ValueError names what it cannot be.
+        """Make a worker, which `post_init_async` starts. Raises ValueError naming a wrong key.
 
         Args:
-            bundle_indices: the devices of the engine, which holds all workers of its tied group; see `engine_settings`.
-            fraction_of_gpus: the share of a GPU that Ray counts, with `vllm_cfg.backend` ray; 1.0 without.
-            seed: replaces the configuration's.
+            config: the configuration of the engine and of sampling.
+            bundle_indices: the devices of all workers of the engine; see `engine_settings`.
+            fraction_of_gpus: with `vllm_cfg.backend` ray, the share of a GPU that Ray counts; otherwise 1.0.
+            seed: replaces the configuration's seed.
         """
         super().__init__(engine_settings(config, bundle_indices, seed))
         counted_gpus(config, fraction_of_gpus)
         self.sampling, self.pad_token_id = sampling_settings(config), batch.pad_token_id(config)
-        self.device_ids: list[str] = []  # the device of each worker, known after `post_init_async`
-        self.server: OpenAIServer | None = None  # started by `post_init_async` if it was asked to
+        self.device_ids: list[str] = []  # the device of each worker, after `post_init_async`
+        self.server: OpenAIServer | None = None  # started by `post_init_async`, if the configuration has one
         self._expose_http_server = config["vllm_cfg"].get("expose_http_server", False)
-        self._calls = itertools.count()  # seeds are made of a call's number
+        self._calls = itertools.count()  # seeds depend on the number of the call
 
     async def post_init_async(self) -> None:
-        """Start the engine, unless `start` has. Then learn the workers' devices, adopt loaded weights as version 0, and
+        """Start the engine, unless it runs. Then read the workers' devices, adopt loaded weights as version 0, and
         start the server.
         """
         if self.is_closed:
@@ -57,13 +58,14 @@ class VllmAsyncGenerationWorker(Engine):
             self.server = await OpenAIServer.start(self, ServerSettings(sampling=self.sampling))
 
     async def report_dp_openai_server_base_url(self) -> str | None:
-        """The base URL of the OpenAI-compatible server, such as `http://127.0.0.1:4711/v1`; None without one."""
+        """Returns the base URL of the OpenAI-compatible server, `http://127.0.0.1:4711/v1`; None without a server."""
         return None if self.server is None else self.server.base_url
 
     async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
-        """One sample of a batch. Its seed depends on (engine seed, `call`, place in the batch), not on the engine.
+        """Generates one sample of a batch. Its seed depends on the engine's seed, `call` and the index in the batch.
 
-        A request that fails is a completion with `error` set. An engine in the wrong state, or dead, raises.
+        Returns a completion with `error` set where the request fails. Raises where the engine is dead or in the wrong
+        state.
         """
         version = self.state.usable_version()
         sampling, seed = self._sampling(row.stop, greedy), sample_seed(self.settings.seed, call, row.index, 0)
@@ -76,24 +78,24 @@ class VllmAsyncGenerationWorker(Engine):
         return Generation([], [], "error", f"vLLM ended the request with {completion.finish_reason!r}")
 
     async def answer_text(self, row: Row, greedy: bool, call: int) -> tuple[str, str]:
-        """The response to `row.text`, and the error; one of them is empty. Otherwise as `answer`."""
+        """Generates for `row.text` as `answer` does. Returns the response and the error, one of which is empty."""
         tokenizer = self.llm.get_tokenizer()
-        # vLLM's own texts lack a character that is incomplete at an answer's end (vllm/v1/engine/detokenizer.py).
+        # vLLM leaves out a character that is incomplete at the end of an answer (vllm/v1/engine/detokenizer.py).
         completion = await self.answer(replace(row, token_ids=tokenizer.encode(row.text)), greedy, call)
         return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error
 
     def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
-        """This worker's settings, with a sample's own stop strings added."""
+        """Returns this worker's settings, with the stop strings of a sample added."""
         if (stop or self.sampling.stop) and self.settings.extra.get("skip_tokenizer_init"):
             raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
         temperature = 0.0 if greedy else self.sampling.temperature
         return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
 
     async def generate_async(self, data: Prompts, greedy: bool = False) -> AsyncIterator[tuple[int, Responses]]:
-        """Yields (place in the batch, its output without padding) as responses are ready; nothing for an empty batch.
+        """Yields (place in the batch, output without padding) as responses are ready; nothing for an empty batch.
 
-        Raises ValueError for a batch that is not right-padded, or lacks something, and EngineStateError unless awake,
-        with weights.
+        Raises ValueError for a batch that is not right-padded or lacks a key, and EngineStateError where the engine is
+        asleep or has no weights.
         """
         rows, call = batch.rows_of(data, self.pad_token_id), next(self._calls)
         self.state.usable_version()
@@ -103,7 +105,8 @@ class VllmAsyncGenerationWorker(Engine):
 
     async def generate_text_async(self, data: Texts, greedy: bool = False) -> AsyncIterator[tuple[int, Texts]]:
         """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
-        `stop_strings` in the batch hold by sample; a response ends with the one that ended it.
+
+        `stop_strings` in the batch are by sample. A response includes the stop string that ended it.
         """
         rows, call = batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init")), next(self._calls)
         self.state.usable_version()
@@ -112,8 +115,8 @@ class VllmAsyncGenerationWorker(Engine):
                 yield place, batch.text_output([answer])
 
     async def report_device_id_async(self) -> list[str]:
-        """The device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU. Workers without an extension
-        cannot be asked; theirs follow from the settings.
+        """Returns the device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU. Workers without an
+        extension cannot report it, so theirs is derived from the settings.
         """
         if self.settings.worker_extension is not None:
             return await self.call_workers("report_device_id")
@@ -126,60 +129,60 @@ class VllmAsyncGenerationWorker(Engine):
     reset_prefix_cache_async = Engine.reset_prefix_cache
 
     async def sleep_async(self, level: int = 2) -> None:
-        """Give memory back, if the engine is not asleep already; see `Engine.sleep`."""
+        """Release memory, unless the engine is asleep already; see `Engine.sleep`."""
         if self.state.memory is not Memory.ASLEEP:
             await self.sleep(level)
 
     async def wake_up_async(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what is not held already of the memory called `tags`; all of it by default."""
+        """Allocate the memory called `tags`, by default all of it, unless it is allocated already."""
         held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}.get(self.state.memory, set())
         await self.wake([tag for tag in (("weights", "kv_cache") if tags is None else tags) if tag not in held])
 
     async def init_collective_async(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0
     ) -> None:
-        """Join the group that weights are broadcast in, worker k as rank `train_world_size + rank_prefix + k`; returns
-        when all `world_size` ranks are there.
+        """Join the group in which weights are broadcast, and wait until all `world_size` ranks have joined. Worker k
+        becomes rank `train_world_size + rank_prefix + k`.
         """
         await self.ask_workers("init_collective", rank_prefix, ip, port, world_size, train_world_size, timeout_s)
 
     async def prepare_refit_info_async(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce what every update brings from now on: name -> (shape, dtype); an empty one takes it back."""
+        """Announce the weights of every further update: name -> (shape, dtype). An empty mapping cancels that."""
         announced = state_dict_info.items()
         plain = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in announced}
         await self.ask_workers("prepare_refit_info", plain)
 
     async def connect_ipc_async(self, endpoints: Mapping[str, Sequence[str]]) -> None:
-        """Connect each worker to the trainer's rank on its device: device -> (address, secret)."""
+        """Connect each worker to the trainer's rank on its device. `endpoints` is device -> (address, secret)."""
         await self.call_workers("hotbunk_connect", dict(endpoints))
 
     async def update_weights_via_ipc_zmq_async(
         self, session: int | None = None, timeout_s: float = 300.0, version: int | None = None
     ) -> bool:
-        """Receive one update from the trainer's rank on each worker's device, which must be connected.
+        """Receive one update on each worker from the trainer's rank on its device, to which it must be connected.
 
-        `session` is the number that the ranks' messages carry, by default that of the next `ShardingManager.send`;
-        `timeout_s` how long a worker waits for one, `version` as in `Engine.receive`. Returns True: an update that
-        fails raises, and leaves the engine without a version.
+        `session` is the number in the ranks' messages, by default that of the next `ShardingManager.send`. A worker
+        waits `timeout_s` seconds for a message. `version` is as in `Engine.receive`. Returns True; an update that fails
+        raises, and leaves the engine without a version.
         """
         return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
 
     async def update_weights_from_collective_async(self, timeout_s: float = 300.0, version: int | None = None) -> bool:
-        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as the one by IPC."""
+        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as the update by IPC."""
         return bool(await self.receive("update_weights_from_collective", timeout_s, version=version))
 
     async def load_weights_from_storage_async(
         self, path: str, timeout_s: float = 300.0, version: int | None = None, num_threads: int = 1
     ) -> bool:
-        """Load the latest complete update in a folder (`sharding.apart.storage`), of which each worker reads
-        `num_threads` buckets at a time; otherwise as the update by IPC.
+        """Load the latest complete update in a folder (`sharding.apart.storage`); otherwise as the update by IPC. Each
+        worker reads `num_threads` buckets at a time.
         """
         return bool(await self.receive("load_weights_from_storage", path, num_threads, timeout_s, version=version))
 
     async def shutdown(self) -> bool:
-        """Stop the server, if there is one, and the engine's processes. Returns True: a failure raises."""
+        """Stop the server, if there is one, and the engine's processes. Returns True; a failure raises."""
         server, self.server = self.server, None
         if server is not None:
             await server.stop()
-        await asyncio.to_thread(self.close)  # it stops a task of this loop, too
+        await asyncio.to_thread(self.close)  # on another thread, since it waits for a task of this event loop
         return True

@@ -1,4 +1,4 @@
-"""The right-padded batches of NeMo RL's generation, and their translation into single requests and back."""
+"""The right-padded batches of NeMo RL's generation, and their conversion to single requests and back."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ Spec = TypeVar("Spec")
 
 
 class ColocatedConfig(TypedDict):
-    """The section `colocated`: if engine and trainer share their devices, the engine sleeps between generations."""
+    """The section `colocated`. If engine and trainer share their devices, the engine sleeps between generations."""
 
     enabled: bool
-    resources: NotRequired[dict[str, int | None]]  # gpus_per_node, num_nodes of engines apart from the trainer
+    resources: NotRequired[dict[str, int | None]]  # gpus_per_node, num_nodes of engines on devices without a trainer
 
 
 class GenerationConfig(TypedDict):
-    """Sampling of responses, for any backend."""
+    """The configuration of generation that all backends share."""
 
     backend: str
     model_name: str
@@ -33,28 +33,28 @@ class GenerationConfig(TypedDict):
     top_p: NotRequired[float]  # 1.0 truncates nothing
     top_k: NotRequired[int | None]  # None and -1 truncate nothing
     stop_token_ids: NotRequired[list[int] | None]
-    stop_strings: NotRequired[list[str] | None]  # for every sample, beside those it brings itself
-    pad_token_id: NotRequired[int]  # what rows are padded with; 0 by default
+    stop_strings: NotRequired[list[str] | None]  # for all samples, in addition to those of a sample
+    pad_token_id: NotRequired[int]  # the id that pads rows; 0 by default
     colocated: NotRequired[ColocatedConfig]
 
 
 def pad_token_id(config: Mapping[str, Any]) -> int:
-    """The id that pads rows: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
+    """Returns the id that pads rows: `pad_token_id`, `_pad_token_id` (NeMo RL's name for it), or 0."""
     token_id = config.get("pad_token_id", config.get("_pad_token_id"))
     return 0 if token_id is None else token_id
 
 
 class GenerationDatumSpec(TypedDict):
-    """The batch to generate from."""
+    """The fields of a batch of prompts."""
 
     input_ids: torch.Tensor  # [B, S], right-padded integers
     input_lengths: torch.Tensor  # [B]
-    stop_strings: NotRequired[list[list[str] | None]]  # by sample, None where it has none of its own
+    stop_strings: NotRequired[list[list[str] | None]]  # by sample; None for a sample without any
     __extra__: NotRequired[Any]
 
 
 class GenerationOutputSpec(TypedDict):
-    """The generated batch, on the CPU. The row of a sample with an error holds its prompt alone."""
+    """The fields of a generated batch, on the CPU. The row of a sample with an error has the prompt only."""
 
     output_ids: torch.Tensor  # [B, S + the longest response], the input's dtype: prompt, response, padding
     generation_lengths: torch.Tensor  # [B] int64, tokens of the response
@@ -62,17 +62,17 @@ class GenerationOutputSpec(TypedDict):
     # As output_ids, float32: the log-probability (nats) of the token at the same place under the distribution it was
     # drawn from; 0 on prompt and padding.
     logprobs: torch.Tensor
-    truncated: torch.Tensor  # [B] bool, whether the response was cut at its longest length, or where the context ends
-    errors: list[str]  # one a sample, empty where it was generated
+    truncated: torch.Tensor  # [B] bool, True where the response was cut at the longest length or the end of the context
+    errors: list[str]  # [B], empty for a sample without an error
     __extra__: NotRequired[Any]
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
-    """A batch: tensors and lists by name, with one entry a sample each. All methods but `to` return a new batch."""
+    """A batch: tensors and lists by name, with one entry per sample. All methods except `to` return a new batch."""
 
     @property
     def size(self) -> int:
-        """Number of samples; 0 for a batch without keys. ValueError names the lengths where they differ."""
+        """The number of samples; 0 for a batch without keys. Raises ValueError with the lengths where they differ."""
         lengths = {key: len(value) for key, value in self.data.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the values of a batch must be equally long, these are: {lengths}")
@@ -82,8 +82,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """Concatenate batches. Tensors of two and more dimensions are padded on the right of dimension 1, with
-        the value in `pad_value_dict` or 0. Raises KeyError for a key that only some batches, of those not empty, have.
+        """Concatenate batches. Tensors of two or more dimensions are padded on the right of dimension 1, with the
+        value in `pad_value_dict` or 0. Raises KeyError for a key that only some of the non-empty batches have.
         """
         filled = [batch for batch in batches if len(batch)]
         for key in sorted({key for batch in filled for key in batch}):
@@ -100,7 +100,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self._of(lambda value: value[places] if isinstance(value, torch.Tensor) else [value[i] for i in places])
 
     def slice(self, start: int, end: int) -> Self:
-        """Return samples `start` to `end`, the latter not included; both must lie within the batch."""
+        """Return the samples from `start` up to, but not including, `end`; both must be within the batch."""
         if not 0 <= start <= end <= self.size:
             raise IndexError(f"samples {start} to {end} of a batch of {self.size}")
         return self._of(lambda value: value[start:end])
@@ -114,9 +114,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list[Self]:
-        """Cut every `batch_size` consecutive samples (all of them if None) into `shards` consecutive parts; shard k has
-        the k-th part of each. ValueError for sizes that do not divide. With `allow_uneven_shards` the parts hold
-        ceil(size / shards) samples, the last ones fewer, or none.
+        """Cut each run of `batch_size` samples (None: all) into `shards` parts. Shard k has the k-th part of each run.
+
+        Raises ValueError for sizes that do not divide. With `allow_uneven_shards`, a part has ceil(size / shards)
+        samples; the last parts have fewer, or none.
         """
         if allow_uneven_shards and batch_size is not None:
             raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
@@ -131,7 +132,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         ]
 
     def reorder_data(self, order: Sequence[int]) -> Self:
-        """Move sample i to place `order[i]`, which must hold each place once: undoes a `select_indices(order)`."""
+        """Move sample i to place `order[i]`, which undoes `select_indices(order)`. `order` has each place once."""
         if sorted(order) != list(range(self.size)):
             raise ValueError(f"the new places of {self.size} samples must be 0 to {self.size - 1}, each once")
         return self.select_indices(torch.argsort(torch.tensor(order, dtype=torch.long)))
@@ -147,7 +148,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self._of(repeated)
 
     def truncate_tensors(self, dim: int, length: int) -> Self:
-        """Tensors that have dimension `dim`, cut to `length` in it; a negative `dim` does not count from the end."""
+        """Cut tensors that have a dimension `dim` to `length` in it. `dim` must be at least 1."""
         if dim < 1 or length < 0:
             raise ValueError(f"dimension {dim} cannot be cut to {length}: dimension 0 is the samples'")
 
@@ -193,11 +194,11 @@ def _joined(values: Sequence[Any], padding: float) -> Any:
 
 
 class GenerationInterface(ABC):
-    """A generation backend. Every failure is raised: what returns a bool returns True."""
+    """A generation backend. Failures are raised, so methods with a bool result always return True."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[None]]:
-        """Start joining the group that weights are broadcast in; wait for the futures when trainer ranks join, too."""
+        """Start to join the group in which weights are broadcast. Wait for the futures while trainer ranks join."""
 
     @abstractmethod
     def generate(self, data: Prompts, greedy: bool = False) -> Responses:
@@ -205,11 +206,11 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Take the memory that generation needs. Cheap when it is held already."""
+        """Allocate the memory for generation. Does almost nothing when it is allocated already."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Give memory back, and forget what was computed with these weights."""
+        """Release memory, and drop caches that were computed with the current weights."""
 
     def shutdown(self) -> bool:
         """Stop everything that was started; safe to call twice."""
@@ -220,22 +221,22 @@ class GenerationInterface(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no weights while it runs")
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
-        """Start to receive weights from trainer ranks on the same devices; one future an engine."""
+        """Start to receive weights from trainer ranks on the same devices. Returns one future per engine."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights from its own device")
 
     def update_weights_from_collective(self) -> list[Future[bool]]:
-        """Start to receive weights by broadcast, in the group of `init_collective`; one future an engine."""
+        """Start to receive weights by broadcast, in the group of `init_collective`. Returns one future per engine."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights by broadcast")
 
 
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = False
 ) -> tuple[bool, str | None]:
-    """(True, None) if every row holds only `pad_value` to the right of its length, or else (False, the problem).
+    """Returns (True, None) if every row has only `pad_value` after its length, else (False, the problem).
 
-    Looks at `input_ids` [B, S] with `input_lengths` [B], or else at `output_ids` with `unpadded_sequence_lengths`.
-    Tokens left of the length are not looked at: they may be `pad_value`, too. Raises ValueError with the problem if
-    `raise_error`; TypeError for what is not a batch, or no pad value.
+    Checks `input_ids` [B, S] with `input_lengths` [B], or else `output_ids` with `unpadded_sequence_lengths`. Tokens
+    within the length may be `pad_value`, too. With `raise_error`, raises ValueError with the problem. Raises TypeError
+    where `data` is not a batch or `pad_value` is None.
     """
     if not isinstance(data, BatchedDataDict):
         raise TypeError(f"data must be a BatchedDataDict, not {type(data).__name__}")
@@ -260,7 +261,7 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
             return f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {form}"
     if len(ids) != len(lengths):
         return f"{pair[0]} has {len(ids)} rows, {pair[1]} has {len(lengths)} entries: they must be equally many"
-    # One comparison over the whole batch; rows are looked at only to word the first problem.
+    # One comparison for the whole batch; single rows are read only to describe the first problem.
     width, lengths = ids.shape[1], lengths.to(ids.device)
     stray = (ids != pad_value) & (torch.arange(width, device=ids.device) >= lengths[:, None])
     bad = (lengths < 0) | (lengths > width) | stray.any(dim=1)
@@ -278,7 +279,7 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of a batch: its place there, its prompt as token ids or as text, and the stop strings it brought."""
+    """One sample of a batch: its index there, its prompt as token ids or as text, and its stop strings."""
 
     index: int
     token_ids: list[int]
@@ -287,7 +288,7 @@ class Row:
 
 
 def rows_of(data: Prompts, pad_value: int) -> list[Row]:
-    """The samples of a batch of ids, without padding; ValueError where a key lacks, or padding is not on the right."""
+    """Returns the samples of a batch of ids, without padding. Raises ValueError for a missing key or wrong padding."""
     if missing := [key for key in ("input_ids", "input_lengths") if key not in data]:
         has = ", ".join(data) or "none"
         raise ValueError(f"generation needs {' and '.join(missing)} in its batch, which has {has}")
@@ -298,7 +299,7 @@ def rows_of(data: Prompts, pad_value: int) -> list[Row]:
 
 
 def text_rows(data: Mapping[str, Any], has_tokenizer: bool) -> list[Row]:
-    """The samples of a batch of texts, `prompts`; ValueError where there are none, or no tokenizer for them."""
+    """Returns the samples of a batch of texts, `prompts`. Raises ValueError if these or the tokenizer are missing."""
     prompts = data.get("prompts")
     if not isinstance(prompts, list) or any(not isinstance(prompt, str) for prompt in prompts):
         raise ValueError("generation from texts needs `prompts` in its batch, a list of strings")
@@ -309,7 +310,7 @@ def text_rows(data: Mapping[str, Any], has_tokenizer: bool) -> list[Row]:
 
 
 def _stop_strings(data: Mapping[str, Any], size: int) -> list[list[str]]:
-    """Return each sample's stop strings; none if the batch, or the sample, has none."""
+    """Returns each sample's stop strings, empty where the batch or the sample has none."""
     stops = data.get("stop_strings") or [None] * size
     if any(isinstance(stop, str) for stop in stops) or len(stops) != size:
         raise ValueError(f"stop_strings must hold a list of strings, or None, for each of the {size} samples")
@@ -317,7 +318,7 @@ def _stop_strings(data: Mapping[str, Any], size: int) -> list[list[str]]:
 
 
 def padded_output(data: Prompts, completions: Sequence[Generation], pad_value: int) -> Responses:
-    """The responses to the rows of `data`, in their order: as wide as the input and the longest response."""
+    """Returns the batch of responses to the rows of `data`, as wide as the input plus the longest response."""
     input_ids, input_lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
     counts = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
     width = input_ids.shape[1] + max((len(c.token_ids) for c in completions), default=0)
@@ -339,12 +340,12 @@ def padded_output(data: Prompts, completions: Sequence[Generation], pad_value: i
 
 
 def sequence_output(data: Prompts, row: Row, completion: Generation, pad_value: int) -> Responses:
-    """The output of one row of `data` by itself, without padding: prompt and response side by side."""
+    """Returns the output of one row of `data` without padding: the prompt followed by the response."""
     length = len(row.token_ids)
     ids = data["input_ids"][row.index : row.index + 1, :length]
     return padded_output(Prompts(input_ids=ids, input_lengths=torch.tensor([length])), [completion], pad_value)
 
 
 def text_output(answers: Sequence[tuple[str, str]]) -> Texts:
-    """Put responses and errors side by side into one batch."""
+    """Returns a batch of responses and errors."""
     return BatchedDataDict(texts=[text for text, _ in answers], errors=[error for _, error in answers])

@@ -1,6 +1,6 @@
-"""`VllmConfig`, the dictionary that describes engines and sampling at once, and the settings made of it.
+"""`VllmConfig`, the dictionary that describes engines and sampling, and its conversion to settings.
 
-Every key is taken with its meaning or refused with a sentence; none is dropped.
+Every key is either used or refused with a sentence; none is ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 
 MAX_NUM_SEQS = 64
-"""Sequences that an engine works on at once, where the configuration does not say."""
+"""The default of `max_num_seqs`, the number of sequences that an engine works on at once."""
 
 
 class VllmSpecificArgs(TypedDict):
-    """The part of the configuration that only vLLM engines have."""
+    """The keys of `vllm_cfg`, which only vLLM engines have."""
 
     max_model_len: int  # tokens, prompt and response together
     tensor_parallel_size: NotRequired[int]
@@ -29,16 +29,16 @@ class VllmSpecificArgs(TypedDict):
     precision: NotRequired[str]  # "float32" or "bfloat16"; by default bfloat16 on CUDA, float32 on CPU
     kv_cache_dtype: NotRequired[str]
     kv_cache_memory_bytes: NotRequired[int]  # on each device
-    load_format: NotRequired[str]  # "auto" reads the checkpoint; "dummy": no weights; generation waits for an update
+    load_format: NotRequired[str]  # "auto" reads the checkpoint; "dummy" starts without weights, which an update brings
     skip_tokenizer_init: NotRequired[bool]  # token ids only: no texts and no stop strings
     enforce_eager: NotRequired[bool]
     max_num_seqs: NotRequired[int]
     trust_remote_code: NotRequired[bool]
     async_engine: NotRequired[bool]  # either value: every engine serves the blocking and the asynchronous methods
     expose_http_server: NotRequired[bool]  # the OpenAI-compatible API, on the loopback interface
-    num_replicas: NotRequired[int]  # engines, each with tensor_parallel_size devices of its own
-    backend: NotRequired[str]  # "local": engines are child processes; "ray": each is an actor, wherever Ray places it
-    seed: NotRequired[int]  # decides, with a request's place, what is sampled
+    num_replicas: NotRequired[int]  # the number of engines, each with tensor_parallel_size devices
+    backend: NotRequired[str]  # "local": engines are child processes; "ray": each is an actor, which Ray places
+    seed: NotRequired[int]  # together with a request's place in the batch, decides its samples
 
 
 _OWN = {"async_engine", "backend", "expose_http_server", "num_replicas", "precision", "expert_parallel_size"}
@@ -49,13 +49,13 @@ class VllmConfig(GenerationConfig):
     """A `GenerationConfig` for vLLM."""
 
     vllm_cfg: VllmSpecificArgs
-    # Further engine arguments, by vLLM's names; weight updates and memory need worker_extension_cls among them,
+    # Further engine arguments, by vLLM's names. Weight updates and memory reports need worker_extension_cls:
     # sharding.WORKER_EXTENSION.
     vllm_kwargs: NotRequired[dict[str, Any]]
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names what is missing from a `VllmConfig`, unknown in it, or out of its range."""
+    """Raise ValueError naming a key of a `VllmConfig` that is missing, unknown, or out of its range."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be a VllmConfig, which is a dictionary, not {type(config).__name__}")
     _check_keys("generation", config, VllmConfig)
@@ -93,7 +93,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_keys(where: str, section: Mapping[str, Any], spec: Any) -> None:
-    # `_pad_token_id` is what NeMo RL writes into a configuration for itself.
+    # NeMo RL writes `_pad_token_id` into a configuration for its own use.
     if unknown := sorted(set(section) - set(spec.__annotations__) - {"_pad_token_id"}):
         raise ValueError(f"{where} has no key {', '.join(unknown)}; it has {', '.join(sorted(spec.__annotations__))}")
     if missing := sorted(spec.__required_keys__ - set(section)):
@@ -107,10 +107,10 @@ def _check(section: Mapping[str, Any], where: str, rules: Mapping[str, tuple[boo
 
 
 def configure_generation_config(config: VllmConfig, tokenizer: Any, is_eval: bool = False) -> VllmConfig:
-    """A copy in which the tokenizer has decided what was left open: padding, and the ids that end a response.
+    """Returns a copy in which missing keys are filled in: from the tokenizer, padding and the ids that end a response.
 
-    Where it does not say how to load, training starts without weights, which come with the first update, and
-    evaluation reads the checkpoint. The engine has a tokenizer of its own only for texts, stop strings or the server.
+    Without `load_format`, training starts without weights, which the first update brings, and evaluation reads the
+    checkpoint. The engine loads a tokenizer only for texts, stop strings or the server.
     """
     engine = config["vllm_cfg"]
     texts = is_eval or bool(config.get("stop_strings")) or engine.get("expose_http_server", False)
@@ -124,7 +124,7 @@ def configure_generation_config(config: VllmConfig, tokenizer: Any, is_eval: boo
 
 
 def sampling_settings(config: Mapping[str, Any]) -> SamplingSettings:
-    """Sampling of responses by the configuration."""
+    """Returns the sampling settings of a configuration. Raises ValueError as `check_config` does."""
     check_config(config)
     top_k = config.get("top_k")
     return SamplingSettings(
@@ -140,8 +140,10 @@ def sampling_settings(config: Mapping[str, Any]) -> SamplingSettings:
 def engine_settings(
     config: Mapping[str, Any], bundle_indices: Sequence[int] | None = None, seed: int | None = None
 ) -> EngineSettings:
-    """One replica's engine: on these of the CUDA devices that this process sees, by default the first ones. Where it
-    sees none, these are cores, to which the workers are bound if they are several.
+    """Returns the settings of one replica's engine. Raises ValueError for devices that it cannot have.
+
+    `bundle_indices` are indices of the CUDA devices that this process sees, by default the first ones. On a machine
+    without CUDA devices they are cores, to which workers are bound if there are several.
     """
     check_config(config)
     engine: Mapping[str, Any] = config["vllm_cfg"]
@@ -171,9 +173,9 @@ def engine_settings(
 
 
 def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
-    """Enough for `max_num_seqs` of the longest sequences in float32, within the free memory.
+    """Returns the size of a KV cache for `max_num_seqs` of the longest sequences in float32, within the free memory.
 
-    vLLM itself would take a share of all memory, used or not, and minutes to cut so much of it into blocks.
+    By default vLLM takes a share of all memory, even if it is in use, and needs minutes to divide that into blocks.
     """
     from transformers import AutoConfig
 
@@ -184,28 +186,28 @@ def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:
     except OSError as error:
         raise ValueError(f"generation.model_name is {config['model_name']!r}: there is no such model here") from error
     free = psutil.virtual_memory().available * engine.get("gpu_memory_utilization", 0.9)
-    room = min(4 << 30, int(free / 2 / replicas(config)))  # pages that no request has used yet cost nothing
+    room = min(4 << 30, int(free / 2 / replicas(config)))  # pages that no request has used take no memory
     tokens = (engine["max_model_len"] + 32) * engine.get("max_num_seqs", MAX_NUM_SEQS)  # vLLM rounds up to blocks
     return min(room, tokens * 4 * kv_elements(model.to_dict()))
 
 
 def colocated(config: Mapping[str, Any]) -> bool:
-    """True if the engine shares its devices with a trainer, and sleeps while that works."""
+    """Returns True if the engine shares its devices with a trainer, and sleeps while the trainer works."""
     return bool((config.get("colocated") or {}).get("enabled", False))
 
 
 def replicas(config: Mapping[str, Any]) -> int:
-    """Number of engines."""
+    """Returns the number of engines."""
     return int(config["vllm_cfg"].get("num_replicas", 1))
 
 
 def on_ray(config: Mapping[str, Any]) -> bool:
-    """True if engines are to be Ray actors."""
+    """Returns True if engines are Ray actors."""
     return config["vllm_cfg"].get("backend", "local") == "ray"
 
 
 def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
-    """GPUs that Ray counts for an engine. ValueError where nothing counts shares of them, or Ray cannot."""
+    """Returns the GPUs that Ray counts for an engine. Raises ValueError for a fraction without Ray, or of many GPUs."""
     size = config["vllm_cfg"].get("tensor_parallel_size", 1)
     if fraction_of_gpus != 1.0 and not on_ray(config):
         remedy = "since the share of memory is vllm_cfg.gpu_memory_utilization, or set vllm_cfg.backend to ray"
@@ -218,5 +220,5 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
 
 
 def has_tokenizer(config: Mapping[str, Any]) -> bool:
-    """True if engines can work with texts and stop strings."""
+    """Returns True if engines have a tokenizer, and so can work with texts and stop strings."""
     return not {**config["vllm_cfg"], **(config.get("vllm_kwargs") or {})}.get("skip_tokenizer_init")

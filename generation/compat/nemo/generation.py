@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Batches:
-    """Batches on one worker or on several; `_choose` gives the place of a prompt's worker among `workers`."""
+    """Generation for batches on one or several workers; `_choose` returns the index of the worker for a prompt."""
 
     workers: "list[VllmGenerationWorker]"
     _choose: Callable[[Any], int]
@@ -43,8 +43,8 @@ class _Batches:
         self.shutdown()
 
     def _begin(self, method: str, rows: Sequence[Row], greedy: bool) -> tuple[list[int], list[Future[Any]]]:
-        """Start a method of the asynchronous worker for each sample; the places of their workers, and the futures.
-        Raises unless all engines can generate.
+        """Starts a method of the asynchronous worker for each sample. Returns the workers' indices, and the futures.
+        Raises EngineStateError unless all engines can generate.
         """
         for worker in self.workers:
             worker.check_usable()
@@ -55,26 +55,30 @@ class _Batches:
         return places, futures
 
     def generate(self, data: Prompts, greedy: bool = False) -> Responses:
-        """One response to every prompt, in the order of the prompts; an empty batch gives an empty batch.
+        """Returns one response to every prompt, in the order of the prompts; for an empty batch, an empty batch.
 
-        A sample that fails has its error in `errors`, and does not affect the others. Raises ValueError for a batch
-        that is not right-padded, or lacks something, and EngineStateError where an engine is asleep, or has no weights.
+        A sample that fails has its error in `errors`, and does not affect other samples. Raises ValueError for a batch
+        that is not right-padded or lacks a key, and EngineStateError where an engine is asleep or has no weights.
         """
         _, futures = self._begin("answer", batch.rows_of(data, self._pad), greedy)
         return batch.padded_output(data, collected(futures, self.timeout), self._pad)
 
     def generate_text(self, data: Texts, greedy: bool = False) -> Texts:
-        """{"texts": responses, "errors": what went wrong} for the texts in `data["prompts"]`."""
+        """Returns {"texts": responses, "errors": errors} for the texts in `data["prompts"]`."""
         _, futures = self._begin("answer_text", batch.text_rows(data, has_tokenizer(self.config)), greedy)
         return batch.text_output(collected(futures, self.timeout))
 
 
 class VllmGenerationWorker(_Batches, EngineLoad):
-    """A started engine, a child of this process or in a Ray actor. Its methods may be called from any thread except
-    `thread`, and wait `timeout` seconds.
+    """A started engine in child processes or in a Ray actor. Its methods block, for at most `timeout` seconds.
 
-    `engine` or `actor`: the `VllmAsyncGenerationWorker` here, or the actor that is one.
-    `device_ids`, `base_url`: the device of each of its workers, and the base URL of its server, if it has one.
+    They may be called from any thread except `thread`.
+
+    Attributes:
+        engine: the `VllmAsyncGenerationWorker` of this process; None with Ray.
+        actor: the Ray actor that is such a worker; None without Ray.
+        device_ids: the device of each worker of the engine.
+        base_url: the base URL of the engine's server, if it has one.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         seed: int | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        """Start the engine; arguments as `VllmAsyncGenerationWorker`'s, except that Ray chooses devices by itself."""
+        """Start the engine. Arguments are as for `VllmAsyncGenerationWorker`, but with Ray without `bundle_indices`."""
         _Batches.__init__(self, config, timeout)
         EngineLoad.__init__(self)
         self.workers = [self]
@@ -101,7 +105,7 @@ class VllmGenerationWorker(_Batches, EngineLoad):
             self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
             gpus = gpus if cluster_room()[0] == "GPU" else 0
             self.actor = Actor(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, cpus=size, gpus=gpus)
-        self.thread = EngineThread()  # on its loop run the engine's coroutines, or wait those for the actor
+        self.thread = EngineThread()  # runs the coroutines of the engine, or those that wait for the actor
         with undone_by(self.shutdown):
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")
             self.device_ids: list[str] = self.report_device_id()
@@ -111,14 +115,14 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         return 0
 
     def check_usable(self) -> None:
-        """Raise EngineStateError where the engine cannot generate. An actor says so itself, in its answers."""
+        """Raise EngineStateError where the engine cannot generate. With an actor, its answers raise that later."""
         if self.engine is not None:
             self.engine.state.usable_version()
         elif self.thread.loop.is_closed():
             raise EngineStateError("cannot generate: the engine is closed")
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start one of the asynchronous worker's methods; its future, or Ray's ObjectRef."""
+        """Start a method of the asynchronous worker. Returns its future, or Ray's ObjectRef."""
         if self.actor is not None:
             return self.actor.submit(method, *args, **kwargs)
         return self.thread.submit(self._coroutine(method, *args, **kwargs))
@@ -129,8 +133,9 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         return getattr(self.engine, method)(*args, **kwargs)  # type: ignore[no-any-return]
 
     def begin(self, method: str, row: Row, greedy: bool, call: int) -> Future[Any]:
-        """Start to generate for one sample of a batch by `answer` or `answer_text` of the asynchronous worker; it is
-        counted as a request until it ends.
+        """Start to generate for one sample of a batch, by `answer` or `answer_text` of the asynchronous worker.
+
+        The sample counts as a request until it ends.
         """
         self.submitted()
         future = self.thread.submit(self._coroutine(method, row, greedy, call))
@@ -138,16 +143,16 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         return future
 
     def __getattr__(self, name: str) -> Any:
-        """The asynchronous worker's `NAME_async` for NAME, blocking: `report_device_id`, `init_collective`,
-        `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`, `reset_prefix_cache`,
-        `sleep`, `wake_up`.
+        """Returns a blocking NAME for each `NAME_async` of the asynchronous worker: `report_device_id`,
+        `init_collective`, `prepare_refit_info`, `update_weights_via_ipc_zmq`, `update_weights_from_collective`,
+        `reset_prefix_cache`, `sleep`, `wake_up`.
         """
         if not hasattr(VllmAsyncGenerationWorker, method := f"{name}_async"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return lambda *args, **kwargs: self._wait(method, name.replace("_", " "), *args, **kwargs)
 
     def shutdown(self) -> None:
-        """Stop the server, the engine's processes, the actor and the loop; safe to call twice."""
+        """Stop the server, the engine's processes, the actor and the event loop. Safe to call twice."""
         if self.thread.loop.is_closed():
             return
         try:
@@ -166,7 +171,7 @@ class VllmGenerationWorker(_Batches, EngineLoad):
 
 
 def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
-    """The results in their order. The first error, or `timeout` seconds, end the others."""
+    """Returns the results in order. The first error, or a timeout after `timeout` seconds, cancels the others."""
     done, unfinished = wait(futures, timeout, return_when=FIRST_EXCEPTION)
     for future in unfinished:
         future.cancel()
@@ -177,16 +182,16 @@ def collected(futures: Sequence[Future[T]], timeout: float) -> list[T]:
 
 
 class VllmGeneration(_Batches, GenerationInterface):
-    """Engines for a `VllmConfig`, as children of this process or, with `vllm_cfg.backend` ray, in Ray actors:
-    `num_replicas` of them, each on `tensor_parallel_size` CUDA devices of its own, or on the CPU where there are none.
+    """The engines of a `VllmConfig`, in child processes or, with `vllm_cfg.backend` ray, in Ray actors.
 
-    Each request goes to the engine with the fewest unfinished ones. The choice does not change what is sampled: seeds
-    depend on the configuration's, the number of the call and the place in the batch. A context manager; without one,
-    `shutdown` runs when the object is collected, or the process ends.
+    There are `num_replicas` engines, each on `tensor_parallel_size` CUDA devices, or on the CPU where there are none.
+    Each request goes to the engine with the fewest unfinished requests. The choice does not change the samples: their
+    seeds depend on the configuration's seed, the number of the call and the place in the batch. The object is a context
+    manager; otherwise `shutdown` runs when the object is collected, or the process ends.
     """
 
     def __init__(self, config: VllmConfig, timeout: float = 1800.0) -> None:
-        """Start the engines; `timeout` (s) bounds every wait. ValueError names a key that is missing or cannot be."""
+        """Start the engines. Each wait ends after `timeout` seconds. Raises ValueError naming a wrong key."""
         super().__init__(config, timeout)
         self.workers = []
         size, count = config["vllm_cfg"].get("tensor_parallel_size", 1), config["vllm_cfg"].get("num_replicas", 1)
@@ -201,7 +206,7 @@ class VllmGeneration(_Batches, GenerationInterface):
             if on_ray(config):
                 with ThreadPoolExecutor(count) as pool:
                     [*pool.map(start, bundles)]
-            else:  # one after the other: an engine is started with an environment of its own, and there is only one
+            else:  # one after the other, since starting an engine changes the environment variables of this process
                 [*map(start, bundles)]
         self._choose = LoadBalancer(self.workers, "requests").select_actor
 
@@ -216,9 +221,9 @@ class VllmGeneration(_Batches, GenerationInterface):
         return [worker.base_url for worker in self.workers]
 
     async def generate_async(self, data: Prompts, greedy: bool = False) -> AsyncIterator[tuple[int, Responses]]:
-        """Yields (place in the batch, its output without padding) as responses are ready, on the caller's own loop.
+        """Yields (place in the batch, output without padding) as responses are ready, on the caller's event loop.
 
-        `gen_leader_worker_idx` in an output is the number of the engine that it came from.
+        `gen_leader_worker_idx` in an output is the index of its engine.
         """
         rows = batch.rows_of(data, self._pad)
         engines, futures = self._begin("answer", rows, greedy)
@@ -236,14 +241,14 @@ class VllmGeneration(_Batches, GenerationInterface):
                 yield place, batch.text_output([answer])
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake colocated engines: all memory, or `["weights"]` before an update and `["kv_cache"]` after it."""
+        """Wake colocated engines with all memory, or with `["weights"]` before and `["kv_cache"]` after an update."""
         if colocated(self.config):
             for worker in self.workers:
                 worker.wake_up(tags)
         return True
 
     def finish_generation(self, level: int = 2) -> bool:
-        """Put colocated engines to sleep, at level 2 without their weights; others forget cached prefixes."""
+        """Put colocated engines to sleep, at level 2 without their weights; other engines drop cached prefixes."""
         if not colocated(self.config):
             return self.invalidate_kv_cache()
         for worker in self.workers:
@@ -251,7 +256,7 @@ class VllmGeneration(_Batches, GenerationInterface):
         return True
 
     def invalidate_kv_cache(self) -> bool:
-        """Forget every cached prefix, on all engines."""
+        """Drop all cached prefixes of all engines."""
         for worker in self.workers:
             worker.reset_prefix_cache()
         return True
@@ -259,8 +264,10 @@ class VllmGeneration(_Batches, GenerationInterface):
     def init_collective(
         self, ip: str, port: int, world_size: int, train_world_size: int | None = None
     ) -> list[Future[None]]:
-        """Let every engine's workers join a weights group at `ip`:`port`; a future for each engine. The trainer's ranks
-        come first, by default all that engines leave; ValueError for a world that does not divide so.
+        """Have all engines' workers join a group for weights at `ip`:`port`. Returns a future for each engine.
+
+        The trainer's ranks come first; by default they are all ranks without a worker. Raises ValueError where
+        `world_size` is not the sum of both.
         """
         size = self.config["vllm_cfg"].get("tensor_parallel_size", 1)
         left = world_size - size * len(self.workers)
@@ -276,8 +283,10 @@ class VllmGeneration(_Batches, GenerationInterface):
         ]
 
     def connect_ipc(self, endpoints: Sequence[Mapping[str, Sequence[str]]]) -> list[Future[None]]:
-        """Let every engine's workers connect to the trainer's ranks on their devices, whose `ShardingManager.endpoints`
-        these are; a future for each engine. ValueError where there are more or fewer ranks than workers.
+        """Have all engines' workers connect to the trainer's ranks on their devices. Returns a future for each engine.
+
+        `endpoints` are the ranks' `ShardingManager.endpoints`. Raises ValueError where there are not as many ranks as
+        workers.
         """
         if len(endpoints) != len(self.workers):
             raise ValueError(
@@ -288,20 +297,20 @@ class VllmGeneration(_Batches, GenerationInterface):
         return [worker.submit("connect_ipc_async", group) for worker, group in groups]
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Tell all engines what weights come: checkpoint name -> (shape, dtype)."""
+        """Announce the weights of updates to all engines: name in the checkpoint -> (shape, dtype)."""
         for worker in self.workers:
             worker.prepare_refit_info(state_dict_info)
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
-        """Let all engines take an update from the ranks of their machine; a future for each."""
+        """Have all engines receive an update from the ranks on their machine. Returns a future for each engine."""
         return [worker.submit("update_weights_via_ipc_zmq_async") for worker in self.workers]
 
     def update_weights_from_collective(self) -> list[Future[bool]]:
-        """Let all engines take an update from the group they joined; a future for each."""
+        """Have all engines receive an update from the group that they joined. Returns a future for each engine."""
         return [worker.submit("update_weights_from_collective_async") for worker in self.workers]
 
     def shutdown(self) -> bool:
-        """End all engines; safe to call twice."""
+        """Stop all engines. Safe to call twice."""
         self._end()
         return True
 
@@ -314,7 +323,7 @@ def _stop(workers: list[VllmGenerationWorker], leave: Callable[[], None]) -> Non
 
 
 def _bundles(size: int, count: int, ray_chooses: bool) -> Sequence[range | None]:
-    """Each engine's CUDA devices, or its cores on a machine without any; None where Ray chooses."""
+    """Returns each engine's CUDA devices, or its cores on a machine without CUDA; None where Ray chooses."""
     kind, available = cluster_room() if ray_chooses else ("GPU", device_count())
     if 0 < available < size * count:
         needed = f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s"
@@ -324,7 +333,7 @@ def _bundles(size: int, count: int, ray_chooses: bool) -> Sequence[range | None]
 
 
 def cluster_room() -> tuple[str, float]:
-    """The resource that Ray counts engines by, GPU or, where the cluster has none, CPU; and how much there is of it."""
+    """Returns the resource by which Ray counts engines, GPU or, where the cluster has none, CPU, and its amount."""
     import ray
 
     resources = ray.cluster_resources()

@@ -1,1 +1,1 @@
-"""TorchRL's service: engines behind one `generate`, as local processes or Ray actors, and a balance of their load."""
+"""TorchRL's vLLM service: engines behind one `generate`, as local processes or Ray actors, with a load balancer."""

@@ -1,5 +1,5 @@
-"""A service's arguments and results: the settings of its engines from vLLM's own names, prompts in all forms of
-`LLM.generate`, errors that name their prompt, waits that end.
+"""The arguments and results of a service: engine settings from vLLM's argument names, prompts in all forms that
+`LLM.generate` takes, errors that name their prompt, and waits with a deadline.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
-"""Environment variable: seconds that all engines of a service together may take to start; 300 without it."""
+"""Environment variable with the seconds that a service's engines may take to start, all together; 300 by default."""
 
-DEFAULT_SHARE = 0.9  # of a GPU's memory; on a CPU engines take a quarter of what is free
+DEFAULT_SHARE = 0.9  # of a GPU's memory; on the CPU, all engines together take a quarter of the free memory
 
 
 def require_vllm() -> None:
@@ -30,7 +30,7 @@ def require_vllm() -> None:
 
 
 def start_timeout() -> float:
-    """Seconds that a service may take to start; ValueError unless the variable holds a positive number."""
+    """Returns the seconds that a service may take to start. Raises ValueError unless they are a positive number."""
     text = os.environ.get(TIMEOUT_VARIABLE, "300")
     with suppress(ValueError):
         if 0 < (seconds := float(text)) < float("inf"):
@@ -39,7 +39,7 @@ def start_timeout() -> float:
 
 
 def gpus_per_replica(engine_args: Any) -> int:
-    """Devices of one engine: tensor × data × pipeline parallel size, each 1 where `engine_args` does not say."""
+    """Returns the number of devices of one engine: tensor × data × pipeline parallel size, each 1 by default."""
     extra = getattr(engine_args, "extra", {})
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     sizes = [getattr(engine_args, name, None) or extra.get(name) or 1 for name in names]
@@ -47,8 +47,8 @@ def gpus_per_replica(engine_args: Any) -> int:
 
 
 def as_settings(engine_args: Any) -> EngineSettings:
-    """`EngineSettings` as they are, or those of an `AsyncEngineArgs`, of which only what differs from vLLM's defaults
-    is taken. `engine_args` is not changed. Raises ValueError for an argument that a service cannot honour.
+    """Returns the settings for `EngineSettings` or an `AsyncEngineArgs`, of which values that are vLLM's defaults are
+    ignored. `engine_args` is not changed. Raises ValueError for an argument that a service cannot honour.
     """
     if isinstance(engine_args, EngineSettings):
         settings = dataclasses.replace(engine_args, sleep=False)
@@ -62,7 +62,7 @@ def as_settings(engine_args: Any) -> EngineSettings:
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
-    """Settings from vLLM's engine arguments, by vLLM's names; ValueError for one that a service cannot honour."""
+    """Returns the settings for vLLM's engine arguments. Raises ValueError for one that a service cannot honour."""
     if "worker_extension_cls" in arguments:
         raise ValueError("worker_extension_cls is the service's own: leave it out")
     if arguments.get("distributed_executor_backend") == "ray":
@@ -79,7 +79,7 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
         if not (longest := getattr(config, "max_position_embeddings", None)):
             raise ValueError("max_model_len is missing: the model's config does not say how long its sequences may be")
         values["max_model_len"] = int(longest)
-    # As vLLM's own defaults, but 0.9 of the memory; those of `EngineSettings` are for engines that share a device.
+    # These are vLLM's defaults, except for the share of memory; those of `EngineSettings` are for shared devices.
     defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": DEFAULT_SHARE}
     return EngineSettings.from_vllm(defaults | values, sleep=False)
 
@@ -92,7 +92,7 @@ def resolve(
     tensor_parallel_size: int | None = None,
     **engine_args: Any,
 ) -> EngineSettings:
-    """Settings that `make_async_vllm_engine` starts engines with; ValueError for sizes that contradict each other."""
+    """Returns the settings for `make_async_vllm_engine`. Raises ValueError for sizes that contradict each other."""
     if num_devices is not None and tensor_parallel_size not in (None, num_devices):
         raise ValueError(f"tensor_parallel_size must be set to {num_devices}")
     eager = {} if "compilation_config" in engine_args else {"enforce_eager": not compile}
@@ -101,13 +101,14 @@ def resolve(
 
 
 def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: bool) -> list[EngineSettings]:
-    """Settings of each replica, with its own devices; ValueError where more are needed than there are.
+    """Returns the settings of each replica, with its devices. Raises ValueError where there are too few devices.
 
     Args:
-        settings: their `device_indices`, if there are any, are dealt out, and all must be used.
-        gpus: devices there are to deal out where `settings` names none, from the last one on, since the caller's own
-            is mostly the first, and NCCL cannot bring weights from a device to itself; 0 for the CPU.
-        shared: replicas are processes of one machine. Otherwise each has devices of its own, numbered from 0.
+        settings: their `device_indices`, if any, are divided among the replicas, and all must be used.
+        num_replicas: the number of replicas.
+        gpus: the number of devices where `settings` names none; 0 for the CPU. The last devices are used first, since
+            the caller's is mostly the first one, and NCCL cannot send weights from a device to itself.
+        shared: True where all replicas are on one machine; otherwise each numbers its devices from 0.
     """
     size = gpus_per_replica(settings)
     needed = num_replicas * size
@@ -115,7 +116,7 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
     if not devices:
         bound = settings.cpu_cores or cpu_places(range(size), size)["cpu_cores"]
         if settings.kv_cache_bytes is None and settings.gpu_memory_utilization == DEFAULT_SHARE:
-            free = psutil.virtual_memory().available  # which all replicas share, with whatever else there is
+            free = psutil.virtual_memory().available  # shared by all replicas and other processes
             settings = dataclasses.replace(settings, kv_cache_bytes=min(4 << 30, free // (4 * num_replicas)))
         return [dataclasses.replace(settings, cpu_cores=bound)] * num_replicas
     if len(devices) < needed or (settings.device_indices and len(devices) > needed):
@@ -125,7 +126,7 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
 
 
 class PromptErrors(ExceptionGroup[Exception]):
-    """The errors of the failed prompts of a batch. `outputs` has None for those, in the prompts' order."""
+    """The errors of a batch's failed prompts. `outputs` has the outputs in the prompts' order, None for failed ones."""
 
     outputs: "list[RequestOutput | None]"
 
@@ -143,7 +144,7 @@ class PromptErrors(ExceptionGroup[Exception]):
 
 
 class PromptTimeouts(TimeoutError):
-    """All prompts of a batch that failed timed out. `exceptions` and `outputs` are as of `PromptErrors`."""
+    """The error for a batch whose failed prompts all timed out. `exceptions` and `outputs` are as in `PromptErrors`."""
 
     def __init__(self, errors: PromptErrors) -> None:
         super().__init__(f"{errors.message}; the first error: {errors.exceptions[0]}")
@@ -151,7 +152,7 @@ class PromptTimeouts(TimeoutError):
 
 
 def answer_or_error(future: Future[Any], place: int) -> Any:
-    """The result of a future that has ended, or its error with a note that names the prompt."""
+    """Returns the result of a future that has ended, or its error with a note that names the prompt."""
     try:
         return future.result()
     except CancelledError:
@@ -163,7 +164,7 @@ def answer_or_error(future: Future[Any], place: int) -> Any:
 
 
 def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
-    """Results of a call in the form that it asked for, or its errors raised."""
+    """Returns a call's results in the form that it asked for, or raises their errors."""
     errors = [result for result in results if isinstance(result, Exception)]
     if errors and not return_exceptions:
         if single:
@@ -174,7 +175,9 @@ def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
 
 
 def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[Any]:
-    """Results of calls to all engines, in order; the first failure at once, TimeoutError naming `what` and engines."""
+    """Returns the results of calls to all engines, in order. Raises the first failure at once, and TimeoutError naming
+    `what` and the engines that are late.
+    """
     done, missing = wait(calls, timeout, FIRST_EXCEPTION)
     results = [call.result() for call in calls if call in done]
     if missing:
@@ -184,7 +187,7 @@ def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[
 
 
 def wait_until_started(starts: Sequence[Future[Any]], timeout: float) -> None:
-    """Wait for all engines; raises the first failure at once, or `TimeoutError` with the remedy."""
+    """Wait until all engines have started. Raises the first failure at once, and TimeoutError with the remedy."""
     try:
         results_of(starts, timeout, "starting engines")
     except TimeoutError as error:
@@ -193,16 +196,17 @@ def wait_until_started(starts: Sequence[Future[Any]], timeout: float) -> None:
 
 
 PROMPT_KEYS = ("prompt_token_ids", "prompt", "prompt_embeds", "encoder_prompt")
-"""A prompt dictionary holds one of these."""
+"""The keys of which a prompt dictionary has one."""
 
 
 def prompt_dictionaries(prompts: Any = None, prompt_token_ids: Any = None) -> tuple[list[dict[str, Any]], bool]:
-    """The prompts that a call asks for, in order, and whether it asks for one by itself rather than for a list.
+    """Returns the prompts of a call in order, and True if it has a single prompt that is not in a list.
+
+    Raises ValueError naming the first item that is not a prompt.
 
     Args:
-        prompts: a text, token ids, a prompt dictionary, or a list or tuple of these; ValueError names the first item
-            that is not a prompt.
-        prompt_token_ids: instead of `prompts`: token ids of one prompt, or a list of those of several.
+        prompts: a text, token ids, a prompt dictionary, or a list or tuple of these.
+        prompt_token_ids: the token ids of one prompt, or a list of those of several, instead of `prompts`.
     """
     if prompt_token_ids is not None:
         if prompts is not None:
@@ -211,8 +215,8 @@ def prompt_dictionaries(prompts: Any = None, prompt_token_ids: Any = None) -> tu
             raise ValueError(f"prompt_token_ids must be a list, not a {type(prompt_token_ids).__name__}")
         if not prompt_token_ids:
             raise ValueError("prompt_token_ids cannot be empty")
-        if stranger := next((p for p in prompt_token_ids if not isinstance(p, (int, list, tuple))), None):
-            raise ValueError(f"prompt_token_ids holds token ids or lists of them, not a {type(stranger).__name__}")
+        if wrong := next((p for p in prompt_token_ids if not isinstance(p, (int, list, tuple))), None):
+            raise ValueError(f"prompt_token_ids holds token ids or lists of them, not a {type(wrong).__name__}")
         prompts = prompt_token_ids
     elif prompts is None:
         raise ValueError("Must specify either prompts or prompt_token_ids")
@@ -240,7 +244,9 @@ def _prompt_dictionary(prompt: Any, place: int) -> dict[str, Any]:
 def sampling_for_each(
     sampling_params: "SamplingParams | Sequence[SamplingParams] | None", count: int
 ) -> "list[SamplingParams]":
-    """A copy of the parameters for each of `count` prompts, for final outputs only; ValueError for another number."""
+    """Returns copies of the parameters, one for each of `count` prompts, that request final outputs only. Raises
+    ValueError where there are more or fewer.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,6 +1,4 @@
-"""The engines of an `AsyncVLLM`, and the two ways to hold them: as child processes and in Ray actors. Ray is imported
-when the first actor is made, and not before.
-"""
+"""The engines of an `AsyncVLLM`, in child processes or in Ray actors. Ray is imported when the first actor is made."""
 
 import asyncio
 import logging
@@ -24,21 +22,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 300.0
-"""Longest single wait of an update: for requests in flight to end, for a worker, for a bucket."""
+"""The longest single wait of an update in seconds: for requests in flight, for a worker, or for a bucket."""
 
 
 class UpdateGate:
-    """A gate that requests pass together and a weight update alone, so that no answer has tokens of two versions."""
+    """A lock that requests share and a weight update has exclusively, so that no answer has tokens of two versions."""
 
     def __init__(self) -> None:
         self._requests = 0
         self._empty = asyncio.Event()
         self._empty.set()
-        self._updated: asyncio.Event | None = None  # present while an update is under way
+        self._updated: asyncio.Event | None = None  # not None during an update
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Enter as one of many requests; wait while an update is under way."""
+        """Enter as one of many requests, after an update that is under way."""
         while self._updated is not None:
             await self._updated.wait()
         self._requests += 1
@@ -52,8 +50,9 @@ class UpdateGate:
 
     @asynccontextmanager
     async def update(self, timeout: float) -> AsyncIterator[None]:
-        """Enter alone, after the requests that are inside; those that come later wait. RuntimeError while another
-        update is under way; TimeoutError where requests did not end within `timeout` seconds.
+        """Enter exclusively, after the requests that are inside; later requests wait.
+
+        Raises RuntimeError during another update, TimeoutError where requests do not end within `timeout` seconds.
         """
         if self._updated is not None:
             raise RuntimeError("a weight update is under way already")
@@ -77,12 +76,12 @@ class ServiceEngine(ActorEngine):
         super().__init__(settings)
         self._gate = UpdateGate()
         self._cache_usage = 0.0  # as of the last scheduler step
-        self._by_weight = False  # an update is under way whose weights come one by one
+        self._by_weight = False  # True during an update whose weights arrive one by one
         self._one_weight = asyncio.Lock()
         self._statistics: asyncio.Task[None] | None = None
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
-        """Start the engine, and let it generate one token: only then is it ready."""
+        """Start the engine, and have it generate one token, to be sure that it is ready."""
         from vllm import SamplingParams
 
         def note(scheduler: Any, _: Any) -> None:
@@ -106,13 +105,16 @@ class ServiceEngine(ActorEngine):
         timeout: float | None = None,
         lora_request: Any = None,
     ) -> "RequestOutput":
-        """Answer one prompt; the output's `weight_version` says with which weights.
+        """Answers one prompt. The output's `weight_version` is the version of the weights it was sampled with.
 
         Args:
-            version: the oldest weights that will do; EngineStateError where the engine has older ones, or none.
-            timeout: seconds, waiting for an update included, then TimeoutError, and the engine aborts the request; None
-                waits for as long as it takes.
-            lora_request: the adapter to answer with, as of `AsyncLLM.generate`.
+            prompt: a prompt dictionary of vLLM's.
+            params: vLLM's sampling parameters.
+            version: the oldest acceptable version of the weights. Raises EngineStateError where the engine has an older
+                one, or none.
+            timeout: seconds after which the request is aborted and TimeoutError raised; the wait for an update counts.
+                None: no limit.
+            lora_request: the adapter to answer with, as for `AsyncLLM.generate`.
         """
         try:
             async with asyncio.timeout(timeout), self._gate.request():
@@ -125,18 +127,19 @@ class ServiceEngine(ActorEngine):
         return output
 
     def get_cache_usage(self) -> float:
-        """Share of the KV cache in use, 0 to 1, as of the last scheduler step; an abort does not count as one."""
+        """Returns the share of the KV cache in use, 0 to 1, after the last scheduler step; aborts do not update it."""
         return self._cache_usage if self.llm.get_num_unfinished_requests() else 0.0
 
     async def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that vLLM counts; the service counts, too."""
+        """Returns the number of unfinished requests that vLLM counts; the service has a separate count."""
         return int(self.llm.get_num_unfinished_requests())
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker.
+        """Calls a method of every worker, and returns the results.
 
-        From the first `update_weight` until the last weight has come the engine holds no version, and then one more
-        than before. An error among the outcomes ends the update. `load_weights_from_storage` is an update of its own.
+        From the first call of `update_weight` until the last weight has arrived, the engine has no version; then its
+        version is one more than before. An error among the outcomes ends the update. `load_weights_from_storage` is a
+        complete update.
         """
         if method == "load_weights_from_storage" and not self.state.syncing:
             return await self._load(method, *args, timeout=timeout, **kwargs)
@@ -161,7 +164,7 @@ class ServiceEngine(ActorEngine):
             return outcomes
 
     async def _load(self, *call: Any, timeout: float | None, **kwargs: Any) -> list[Any]:
-        """The workers' outcomes; after an error among them the engine holds no version."""
+        """Returns the workers' outcomes of a complete update; after an error among them the engine has no version."""
         outcomes: list[Any] = []
         with suppress(WorkerError):
             async with self._gate.update(timeout or UPDATE_SECONDS):
@@ -179,9 +182,9 @@ class ServiceEngine(ActorEngine):
         self._by_weight = False
 
     async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int | None:
-        """Let the workers take weights by one of the extension's methods, with no request in the engine.
+        """Has the workers receive weights by a method of their extension, while there is no request in the engine.
 
-        Returns the version that the sender says. After a `WorkerError` of the workers the engine holds no version.
+        Returns the sender's version. After a `WorkerError` of the workers, the engine has no version.
         """
         async with self._gate.update(timeout):
             self._end_by_weight()
@@ -196,27 +199,27 @@ class ServiceEngine(ActorEngine):
 
 
 class ServiceReplica(EngineLoad, ABC):
-    """An engine of the service. Its load is counted here, when requests are submitted and when they end."""
+    """An engine of the service. It counts the engine's load, as requests are submitted and end."""
 
     def launch(self) -> Future[Any]:
-        """Start the engine, on the service's event loop; the future is done when it can generate."""
+        """Start the engine on the service's event loop. The future is done when the engine can generate."""
         return self.submit("start")
 
     @abstractmethod
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a coroutine method of the replica's `ServiceEngine`; cancelling the future cancels it there."""
+        """Call a coroutine method of the replica's `ServiceEngine`. Cancelling the future cancels the coroutine."""
 
     def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do as `submit` does, and return an ObjectRef where the engine is on Ray."""
+        """Does the same as `submit`, but returns an ObjectRef where the engine is on Ray."""
         return self.submit(method, *args, **kwargs)
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop the engine's processes, whatever state it is in."""
+        """Stop the engine's processes, in any state."""
 
 
 class LocalReplica(ServiceReplica):
-    """An engine whose processes are children of this one, served by the service's event loop."""
+    """An engine whose processes are children of this process, on the service's event loop."""
 
     def __init__(self, settings: EngineSettings, thread: EngineThread) -> None:
         super().__init__()
@@ -234,7 +237,7 @@ class LocalReplica(ServiceReplica):
 
 
 class RayReplica(ServiceReplica):
-    """An engine in a Ray actor, on a node of the cluster that has its devices free. `actor`: its handle."""
+    """An engine in a Ray actor, on a node of the cluster that has enough free devices. `actor` is its handle."""
 
     def __init__(self, actor: Actor, thread: EngineThread, name: str) -> None:
         super().__init__()
@@ -252,16 +255,16 @@ class RayReplica(ServiceReplica):
         await self.watch()
 
     async def watch(self) -> None:
-        """Begin to ask how full the KV cache is."""
+        """Start to poll the share of the KV cache in use."""
         self._watcher = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
-        """Ask the actor every half second how full its KV cache is."""
+        """Poll the actor every half second for the share of the KV cache in use."""
         try:
             while True:
                 self.cache_usage = await self.actor.call("get_cache_usage")
                 await asyncio.sleep(0.5)
-        except ray_module().exceptions.RayError as error:  # requests raise the same error to their callers
+        except ray_module().exceptions.RayError as error:  # callers get the same error from their requests
             log.warning("Actor %s no longer reports its load: %s", self.name, error)
         finally:
             self.cache_usage = None

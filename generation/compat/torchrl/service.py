@@ -1,6 +1,6 @@
-"""`AsyncVLLM`: several engines behind one blocking `generate`, apart from a trainer: local processes or Ray actors.
+"""`AsyncVLLM`: several engines behind one blocking `generate`, in local processes or Ray actors outside the trainer.
 
-Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments; the cache is emptied after
+Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments. The cache is emptied after
 every weight update.
 """
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
-"""Longest wait for engines to stop."""
+"""The longest wait for engines to stop, in seconds."""
 
 _TORCHRL = "torchrl.modules.llm.backends.vllm"
 
 
 class AsyncVLLM(WeightUpdates):
-    """A service of engines of one model. May be used from several threads; a context manager.
+    """A service of engines of one model. It is a context manager, and may be used from several threads.
 
-    `weight_version` is that of the weights that answers are given with, 0 for the checkpoint's; outputs carry theirs.
-    Where a program has imported TorchRL's `vLLMWrapper` or `vLLMUpdaterV2` before, these take a service for an engine:
-    the former looks for the name `AsyncVLLM` in a module of TorchRL's, the latter for an `RLvLLMEngine`.
+    `weight_version` is the version of the weights that answer now, 0 for the checkpoint's; each output carries the
+    version it was sampled with. If TorchRL was imported before, its `vLLMWrapper` and `vLLMUpdaterV2` accept a service
+    as an engine: the former looks for a class `AsyncVLLM` of a TorchRL module, the latter for an `RLvLLMEngine`.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        if "torchrl" not in sys.modules:  # which is never imported here
+        if "torchrl" not in sys.modules:  # this package never imports it
             return super().__new__(cls)
         if (base := sys.modules.get(f"{_TORCHRL}.base")) is not None:
             base.RLvLLMEngine.register(cls)
@@ -59,14 +59,15 @@ class AsyncVLLM(WeightUpdates):
         backend: Literal["local", "ray"] | None = None,
         carriers: Any = None,
     ) -> None:
-        """Nothing is started yet; `start` does it.
+        """Make a service, which `start` starts.
 
         Args:
-            engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; not changed.
+            engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; they are not changed.
+            num_replicas: the number of engines.
             actor_class: a subclass of `ServiceEngine` for Ray's actors; implies `backend="ray"`.
-            enable_prefix_caching: overrides `engine_args`; None leaves it at what they say.
-            backend: "local" runs replicas as processes of this machine, "ray" as actors on the cluster that the program
-                has joined; else on that of RAY_ADDRESS, or a private one of this machine until `shutdown`.
+            enable_prefix_caching: overrides `engine_args`; None keeps their value.
+            backend: "local" runs replicas as processes of this machine, "ray" as actors. Actors are on the cluster that
+                the program has joined, else on that of RAY_ADDRESS, else on a private one that ends with `shutdown`.
             carriers: the package that carries weights, by default `sharding`.
         """
         super().__init__(carriers)
@@ -89,15 +90,15 @@ class AsyncVLLM(WeightUpdates):
         self._random = random.Random(settings.seed)
         self._thread: EngineThread | None = None
         self._owner = True
-        self._leave_cluster: Callable[[], object] = bool  # what leaves a cluster that was joined here
+        self._leave_cluster: Callable[[], object] = bool  # leaves a cluster that the service has joined
         self._load_balancer: LoadBalancer | None = None
         self._balancing: tuple[Any, dict[str, Any]] | None = None  # arguments of `create_load_balancer`
-        self._lock = threading.Lock()  # choosing an engine and counting the request on it are one step
+        self._lock = threading.Lock()  # makes choosing an engine and counting its request one step
         self._unfinished: set[Future[Any]] = set()
 
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **options: Any) -> Self:
-        """A started service with a load balancer; `options` are those of the constructor."""
+        """Starts a service with a load balancer, and returns it. `options` are those of the constructor."""
         service = cls(engine_args, num_replicas, **options)
         service.start()
         service.create_load_balancer()
@@ -114,14 +115,14 @@ class AsyncVLLM(WeightUpdates):
         enable_fp32_output: bool = False,
         **options: Any,
     ) -> "AsyncVLLM":
-        """A started service for a model; arguments are those of `make_async_vllm_engine`."""
+        """Starts a service for a model, and returns it. The arguments are those of `make_async_vllm_engine`."""
         options |= {"num_devices": num_devices, "num_replicas": num_replicas, "verbose": verbose, "compile": compile}
         return make_async_vllm_engine(model_name=model_name, enable_fp32_output=enable_fp32_output, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy for another process of the cluster, which generates as this one does; this one remains the owner."""
+        """Pickle a copy that generates in another process of the cluster; this service remains the engines' owner."""
         if self.backend == "local":
-            raise TypeError("local processes are this process's own, and not to be pickled: set backend to ray")
+            raise TypeError("engines in local processes cannot be used from other processes: set backend to ray")
         self._require_launched("pickling")
         actors = [(replica.name, replica.actor) for replica in self.actors]  # type: ignore[attr-defined]
         state = self.settings, self.service_id, actors, self.weight_version, self._balancing
@@ -153,14 +154,15 @@ class AsyncVLLM(WeightUpdates):
         return self._thread is not None
 
     def start(self) -> None:
-        """Start all engines and wait until each has generated a token; nothing if they are running. TimeoutError names
-        the environment variable that allows more time.
+        """Start all engines and wait until each has generated a token. Does nothing if they are running.
+
+        Raises TimeoutError, which names the environment variable that allows more time.
         """
         if self.launched:
             log.warning("AsyncVLLM %s is launched already", self.service_id)
             return
         if not self._owner:
-            raise RuntimeError("this copy of a service has let go of its engines: take another from the owner")
+            raise RuntimeError("this copy of a service has been shut down: get another copy from the owner")
         timeout = arguments.start_timeout()
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
@@ -194,8 +196,9 @@ class AsyncVLLM(WeightUpdates):
         self.weight_version = 0
 
     def shutdown(self, drain_seconds: float = CLOSE_SECONDS) -> None:
-        """Stop all engines, cancelling requests in flight after `drain_seconds`. Safe to call twice and in any state;
-        the service can be started again. A copy only lets go of them.
+        """Stop all engines, and cancel requests in flight after `drain_seconds`. Safe to call twice and in any state.
+
+        The service can be started again. A copy does not stop the engines, but can no longer use them.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -225,22 +228,26 @@ class AsyncVLLM(WeightUpdates):
         return_exceptions: bool = False,
         **removed: Any,
     ) -> Any:
-        """Answer prompts as vLLM's `LLM.generate` does, each on the engine the load balancer chooses; blocks.
+        """Answers prompts as vLLM's `LLM.generate` does, each on the engine that the load balancer chooses. Blocks.
 
         Args:
             prompts: a text, token ids, a prompt dictionary of vLLM's, or a list or tuple of these.
-            sampling_params: for all prompts, or one for each.
-            timeout_seconds: of each prompt; where it expires, the engine drops the request. None or 0: no limit.
+            sampling_params: parameters for all prompts, or a list with one for each.
+            prompt_token_ids: the token ids of one prompt, or of several, instead of `prompts`.
+            use_tqdm: True shows a progress bar.
+            lora_request: the adapter to answer with.
+            timeout_seconds: the time limit of each prompt, after which the engine drops it. None or 0: no limit.
             actor_index: the engine to use, instead of the load balancer's choice.
-            return_exceptions: put errors in their prompts' places instead of raising.
+            return_exceptions: return errors in the places of their prompts' outputs instead of raising.
 
         Returns:
             A `RequestOutput` for one prompt that was not in a list, else a list of them in the order of the prompts.
 
         Raises:
-            ValueError: before anything is submitted, for prompts or parameters of no known form.
-            PromptErrors: some prompts of a list failed; it holds the others' outputs. One by itself raises its own.
-            PromptTimeouts: these only timed out; a TimeoutError with the same `exceptions` and `outputs`.
+            ValueError: prompts or parameters have no known form; nothing was submitted.
+            PromptErrors: some prompts of a list failed; has the outputs of the others. The error of a single prompt
+                that was not in a list is raised as it is.
+            PromptTimeouts: all failed prompts timed out; a TimeoutError with the same `exceptions` and `outputs`.
         """
         for name, value in removed.items():
             if name not in _GONE:
@@ -256,14 +263,14 @@ class AsyncVLLM(WeightUpdates):
             for prompt, params in zip(listed, by_prompt, strict=True):
                 futures.append(self._submit(prompt, params, actor_index, timeout_seconds, lora_request))
             for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm):
-                pass  # each ends by its own deadline
+                pass  # each future ends by its deadline
         results = [arguments.answer_or_error(future, place) for place, future in enumerate(futures)]
         return arguments.answers(results, single, return_exceptions)
 
     def submit(
         self, prompt: Any, sampling_params: "SamplingParams | None" = None, timeout_seconds: float | None = None
     ) -> "Future[RequestOutput]":
-        """Start answering one prompt, in any form; cancelling the future drops the request in the engine."""
+        """Start to answer one prompt in any form. Cancelling the future drops the request in the engine."""
         listed, single = arguments.prompt_dictionaries(prompt)
         if not single:
             raise ValueError("submit takes one prompt, not a list of them")
@@ -298,18 +305,18 @@ class AsyncVLLM(WeightUpdates):
         raise RuntimeError(f"LoadBalancer is not created. Create a LoadBalancer {where}")
 
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **options: Any) -> LoadBalancer:
-        """Make, keep and return the balancer that `generate` asks; `options` are those of `LoadBalancer`."""
+        """Makes the balancer for `generate`, and returns it. `options` are those of `LoadBalancer`."""
         self._require_launched("creating load balancer")
         self._load_balancer = LoadBalancer(self, strategy, **({"seed": self.settings.seed} | options))
         self._balancing = strategy, options
         return self._load_balancer
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
-        """Requests submitted and not finished: of one engine, or a list of those of all; no engine is asked."""
+        """Returns the number of unfinished requests of one engine, or a list for all; the engines are not asked."""
         return self._of_actors("getting request counts", actor_index, ServiceReplica.get_num_unfinished_requests)
 
     def get_cache_usage(self, actor_index: int | None = None) -> Any:
-        """Share of the KV cache in use, or None where it is not known: of one engine, or a list of those of all."""
+        """Returns the share of the KV cache in use (None: unknown) of one engine, or a list for all engines."""
         return self._of_actors("getting cache usage", actor_index, lambda replica: replica.get_cache_usage())
 
     def _of_actors(self, action: str, actor_index: int | None, read: Callable[[ServiceReplica], Any]) -> Any:
@@ -319,7 +326,7 @@ class AsyncVLLM(WeightUpdates):
         return [read(replica) for replica in self.actors]
 
     def get_random_actor_index(self) -> int:
-        """The index of any engine, from a generator with a seed."""
+        """Returns the index of a random engine, from a seeded generator."""
         return self._random.randrange(self.num_replicas)
 
     @property
@@ -330,11 +337,11 @@ class AsyncVLLM(WeightUpdates):
         return AsyncEngineArgs(**engine_arguments(self.settings))
 
     def get_tp_size(self) -> int:
-        """Workers of one engine that share each of its layers."""
+        """Returns the tensor parallel size of an engine."""
         return self.settings.tensor_parallel_size
 
     def get_tokenizer(self) -> Any:
-        """The engines' tokenizer."""
+        """Loads and returns the engines' tokenizer."""
         from transformers import AutoTokenizer
 
         name = self.settings.tokenizer or self.settings.model
@@ -347,8 +354,9 @@ class AsyncVLLM(WeightUpdates):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[list[Any]]:
-        """Call a method of every worker of every engine; waits. One list of results, in worker order, per engine.
-        TimeoutError where one did not answer in `timeout` seconds (without: the service's time to start).
+        """Calls a method of every worker of every engine, and waits. Returns a list of the workers' results per engine.
+
+        Raises TimeoutError where a worker did not answer in `timeout` seconds, by default those that starting may take.
         """
         calls = self._calls("submit", method, timeout, args, kwargs)
         return arguments.results_of(calls, timeout or arguments.start_timeout(), f"the workers' {method}")
@@ -360,7 +368,7 @@ class AsyncVLLM(WeightUpdates):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """As `collective_rpc`, without waiting: one future per engine, with Ray an ObjectRef."""
+        """Does the same as `collective_rpc` without waiting. Returns a future per engine, with Ray an ObjectRef."""
         return self._calls("refer", method, timeout or arguments.start_timeout(), args, kwargs)
 
     def _calls(self, way: str, method: str, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
@@ -371,7 +379,7 @@ class AsyncVLLM(WeightUpdates):
         calls = [getattr(replica, way)("call_workers", method, *args, **named) for replica in self.actors]
 
         def note(future: Future[Any]) -> None:
-            """Where a call has brought an engine's last weight, the service is of its version from then on."""
+            """Set the service's version when a call has brought the last weight of an update."""
             outcome = {} if future.cancelled() or future.exception() else future.result()[0]
             self.weight_version = max(self.weight_version, 0 if outcome.get("error") else outcome.get("version", 0))
 
@@ -409,13 +417,17 @@ def make_async_vllm_engine(
     carriers: Any = None,
     **engine_args: Any,
 ) -> AsyncVLLM:
-    """A started `AsyncVLLM` for a model.
+    """Starts an `AsyncVLLM` for a model, and returns it.
 
     Args:
-        num_devices: of each replica; the same as `tensor_parallel_size`.
-        verbose: let vLLM log what it does, throughput included, every ten seconds.
-        compile: torch.compile and CUDA graphs; without, engines start sooner and generate slower.
+        model_name: a folder or a name of the Hugging Face hub.
+        num_devices: the number of devices of each replica; the same as `tensor_parallel_size`.
+        num_replicas: the number of engines.
+        verbose: let vLLM log its progress, and its throughput every ten seconds.
+        compile: use torch.compile and CUDA graphs; without them, engines start sooner and generate more slowly.
         enable_fp32_output: compute logits in float32, whatever the weights' dtype.
+        backend: "local" or "ray", as for `AsyncVLLM`.
+        carriers: the package that carries weights, by default `sharding`.
         engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
     """
     arguments.require_vllm()

@@ -1,5 +1,7 @@
-"""New weights for an `AsyncVLLM`: by broadcast from a trainer, or from a folder. The carriers and their rules (every
-weight accounted for, none cast in silence) live in the package `sharding`, which is loaded by its name.
+"""Brings new weights to an `AsyncVLLM`, by broadcast from a trainer or from a folder.
+
+The package `sharding`, which is imported by its name, carries the weights. It checks that none is missing or silently
+cast.
 """
 
 import logging
@@ -27,8 +29,10 @@ NO_DEVICE_LEFT = "every GPU of this machine has an engine, and NCCL cannot join 
 
 
 class WeightUpdates:
-    """The weight methods of `AsyncVLLM`. Whatever the way, requests in flight end with the old weights, later ones wait
-    for the new ones, prefix caches are emptied, and engines that missed an update refuse to generate.
+    """The methods of `AsyncVLLM` that update weights.
+
+    During any update, requests in flight end with the old weights, and later requests wait for the new ones. Prefix
+    caches are emptied. Engines that missed an update refuse to generate.
     """
 
     actors: list[ServiceReplica]
@@ -38,19 +42,19 @@ class WeightUpdates:
     _require_launched: Callable[..., None]
 
     def __init__(self, carriers: Any = None) -> None:
-        self._carriers = carriers or import_module("sharding")  # which imports this package: docs/source.md
+        self._carriers = carriers or import_module("sharding")  # no import statement: `sharding` imports `generation`
         self._taken: set[int] = set()  # devices of this machine that have an engine
         self._sender: Any = None
         self._joined: list[Future[Any]] = []  # the engines' calls to join the sender's group
 
     def get_model_metadata(self) -> "dict[str, tuple[torch.dtype, torch.Size]]":
-        """(dtype, shape) of every weight that an update must bring, by its name in the checkpoint."""
+        """Returns (dtype, shape) of every weight that an update must bring, by its name in the checkpoint."""
         import torch
 
         return {name: (getattr(torch, dtype), torch.Size(shape)) for name, (shape, dtype) in self._manifest().items()}
 
     def check_model_metadata(self, trainer: "Mapping[str, tuple[torch.dtype, Iterable[int]]]") -> None:
-        """Raise ValueError naming the weights that a trainer would send and the engines cannot take, or miss."""
+        """Raise ValueError naming a trainer's weights that the engines cannot take, and weights that are missing."""
         sent = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (dtype, shape) in trainer.items()}
         manifest = self._manifest()
         if complaints := self._carriers.differences(sent, manifest):
@@ -68,23 +72,23 @@ class WeightUpdates:
         return manifests[0]
 
     def get_master_address(self) -> str:
-        """The address at which this process listens for the engines: loopback, unless a Ray cluster has other nodes."""
+        """Returns the address where this process listens for engines: loopback, unless a Ray cluster has more nodes."""
         if self.backend == "local" or len([node for node in ray_module().nodes() if node["Alive"]]) == 1:
             return "127.0.0.1"
         return str(ray_module().util.get_node_ip_address())
 
     def get_master_port(self) -> int:
-        """The port of `update_weights`' group, which this process holds from this call on."""
+        """Returns the port of the group for `update_weights`, on which this process listens from this call on."""
         return int(self._listening("asking for the port").port)
 
     def init_weight_update_group(
         self, master_address: str | None = None, master_port: int | str | None = None
     ) -> list[Future[Any]]:
-        """Let all workers join a group for weights. One future an engine; they end when the whole group stands.
+        """Have all workers join a group for weights. Returns a future per engine; they end when the group is complete.
 
-        Rank 0, a trainer's own `sharding.CollectiveSender` or `stateless_init_process_group`, listens at the address;
-        workers follow in the engines' order. Without an address, or with that of this service, it is rank 0 itself, for
-        `update_weights`, and the futures have ended when this returns.
+        Rank 0 listens at the address: a `sharding.CollectiveSender` or `stateless_init_process_group` of a trainer. The
+        workers follow in the engines' order. Without an address, or with this service's address, the service is rank 0
+        itself, for `update_weights`, and the futures have ended when this method returns.
         """
         self._require_launched("initializing weight update group", owner=True)
         if (master_address is None) != (master_port is None):
@@ -102,7 +106,7 @@ class WeightUpdates:
         ]
 
     def _listening(self, action: str) -> Any:
-        """The sender of all updates, which listens for the engines."""
+        """Returns the sender of all updates, which listens for the engines."""
         self._require_launched(action, owner=True)
         if self._sender is None:
             settings, nothing = self._carriers.SyncSettings(timeout=UPDATE_SECONDS), self._carriers.StreamSource({}, ())
@@ -121,7 +125,7 @@ class WeightUpdates:
         return self._joined
 
     def receive_weights(self) -> list[Future[int]]:
-        """Let all engines take one update from the group they joined: futures of its version, for the sender."""
+        """Have all engines receive one update from their group. Returns futures of its version, for the sender."""
         return self._updates("update_weights_from_collective")
 
     def _updates(self, method: str, *arguments: Any) -> list[Future[int]]:
@@ -130,17 +134,18 @@ class WeightUpdates:
         return [replica.submit("update_weights", *call) for replica in self.actors]
 
     def update_weights(self, weights: Any, version: int | None = None) -> Any:
-        """Broadcast new weights from this process to all engines, bucket by bucket; blocks. Returns a `SyncReport`,
-        or None, with a warning, where there are none.
+        """Broadcasts new weights from this process to all engines, bucket by bucket, and blocks until they are there.
+
+        Returns a `SyncReport`; where there are no weights, logs a warning and returns None.
 
         Args:
-            weights: (name, tensor) pairs, by names of the checkpoint and in any order, none held longer than needed;
-                or a `sharding.WeightSource`. A tied head may come beside the embedding that it equals.
-            version: of these weights; one more than the last by default.
+            weights: (name, tensor) pairs in any order, by their names in the checkpoint, each held no longer than
+                needed; or a `sharding.WeightSource`. A tied head may be among them if it equals the embedding.
+            version: the version of these weights; by default, one more than the last.
 
         Raises:
-            RemoteError: naming what is missing, unknown, sent twice or of the wrong shape, and the engine that failed.
-                Engines whose weights cannot be trusted refuse to generate until an update succeeds.
+            RemoteError: names weights that are missing, unknown, sent twice or of the wrong shape, and the engine that
+                failed. Engines with incomplete weights refuse to generate until an update succeeds.
         """
         self._require_launched("updating weights", owner=True)
         if not hasattr(weights, "gather_into"):
@@ -149,7 +154,7 @@ class WeightUpdates:
                 log.warning("No weights provided for update")
                 return None
             manifest, stream = self._manifest(), chain(begun, stream)
-            del begun  # else the first weight were held until the end
+            del begun  # otherwise the first weight would be held until the end
             weights = self._carriers.StreamSource(manifest, _untied(stream, manifest))
         version = self.weight_version + 1 if version is None else version
         try:
@@ -158,10 +163,10 @@ class WeightUpdates:
                 self._sender.use(weights)
                 return self._sender.send(version, self.receive_weights())
         finally:
-            self.weight_version = version  # engines that hold older weights must not be asked any more
+            self.weight_version = version  # engines with older weights must not answer any more
 
     def _sending_device(self) -> "torch.device":
-        """A GPU that none of this machine's engines is on, the current one if it can be."""
+        """Returns a GPU without an engine, if possible the current one; the CPU on a machine without GPUs."""
         import torch
 
         if not torch.cuda.is_available():
@@ -173,31 +178,33 @@ class WeightUpdates:
         return torch.device("cuda", current if current in free else free[0])
 
     def close_weights_group(self) -> None:
-        """Stop listening for the engines; the next update makes a new group."""
+        """Close the group for weights; the next update makes a new group."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None
         self._joined = []
 
     def load_weights_from_storage(self, path: Path | str, num_threads: int = 1) -> int:
-        """Let all engines load the latest complete update in a folder of a `sharding.StorageWriter`; gives its version.
-        Each worker reads `num_threads` buckets at a time, and has memory for one more. RuntimeError names the engine
-        and the weight; that engine refuses to generate until an update succeeds.
+        """Has all engines load the latest complete update of a `sharding.StorageWriter`. Returns its version.
+
+        `path` is the writer's folder. Each worker reads `num_threads` buckets at a time, and needs memory for one more.
+        Raises RuntimeError naming an engine that failed and the weight; that engine refuses to generate until an update
+        succeeds.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, but must be at least 1")
         calls = self._updates("load_weights_from_storage", str(path), num_threads)
-        wait(calls, 2 * UPDATE_SECONDS)  # also where one has failed: the next update finds none at it still
+        wait(calls, 2 * UPDATE_SECONDS)  # for all, even if one has failed, so that none still loads in the next update
         versions = results_of(calls, 2 * UPDATE_SECONDS, "loading weights")
-        if len(set(versions)) > 1:  # the trainer wrote meanwhile
+        if len(set(versions)) > 1:  # the trainer has written an update meanwhile
             raise RuntimeError(f"engines loaded versions {sorted(set(versions))}, since the folder changed: load again")
         self.weight_version = versions[0]
         return self.weight_version
 
 
 def _untied(weights: Iterator[Any], names: Collection[str]) -> Iterator[Any]:
-    """Weights without an output head that is not among `names`, as the engine's embedding is its head, too, while state
-    dicts of Transformers have both. Raises ValueError at the end, unless they are equal.
+    """Yields weights without an output head that is not among `names`. State dicts of Transformers have a tied head and
+    its embedding, but the engine has one weight for both. Raises ValueError at the end unless they are equal.
     """
     embedding = head = None
     for name, weight in weights:

@@ -115,7 +115,7 @@ def broadcasts() -> None:
     assert broadcast_across_tp({"from": rank()}, src=1, group=group) == {"from": 2 * (rank() // 2) + 1}
     pid = broadcast_across_tp(os.getpid(), group=group)
     assert (pid == os.getpid()) == (rank() % 2 == 0)
-    with pytest.raises(TypeError, match="rank 0 has something that cannot be broadcast"):
+    with pytest.raises(TypeError, match="rank 0 has an object that cannot be broadcast"):
         broadcast_across_tp(object() if rank() == 0 else None)
     assert broadcast_across_tp("after" if rank() == 0 else None) == "after"  # no rank is left waiting
     destroy_process_group()

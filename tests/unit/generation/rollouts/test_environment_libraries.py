@@ -210,12 +210,12 @@ def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajecto
 def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
     """It hangs, fails, or closes; an answer that comes late is not taken for the next action's."""
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
-    from ecosystem.openenv_server import Adding, Sum, Told
+    from ecosystem.openenv_server import Adding, Message, Sum
 
     from generation.rollouts.environments.openenv import OpenEnv, OpenEnvText
 
     class Hostile(Adding):
-        def step(self, action: Told, **more: Any) -> Sum:
+        def step(self, action: Message, **more: Any) -> Sum:
             if action.message == "late":
                 time.sleep(6.0)
             if action.message == "fail":
