@@ -14,7 +14,7 @@ from trainer.run.records import read_rows
 
 
 def main() -> None:
-    """Read the runs and write the picture."""
+    """Read the runs, and write the picture."""
     parser = argparse.ArgumentParser(description="Draw held-out accuracy and reward of several runs side by side.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="picture to write: .png, .svg or .pdf")
@@ -27,7 +27,7 @@ def main() -> None:
         parser.error("two of the runs have the same folder name, so they cannot be distinguished")
     for folder in options.runs:
         if not runs[folder.resolve().name]:
-            parser.error(f"{folder} holds no metrics.jsonl with a step in it, so there is nothing to draw")
+            parser.error(f"{folder} has no metrics.jsonl with a step in it, so there is nothing to draw")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     compare(runs, options.window).savefig(options.out)
     print(options.out)

@@ -1,4 +1,4 @@
-"""Counts the code: files, lines and functions by package, and the core, which one person should be able to hold.
+"""Counts files, lines and functions by package, and those of the core, which one person should be able to know.
 
 python scripts/count.py [FOLDER]
 """
@@ -34,9 +34,9 @@ def main() -> None:
     inside = tuple(root / folder / name for folder, names in CORE.items() for name in names)
     core = [path for path in texts if any(path.with_suffix("").is_relative_to(part) for part in inside)]
     for package in PACKAGES:
-        say(package, [text for path, text in texts.items() if path.is_relative_to(root / package)])
-    say("all", list(texts.values()))
-    say("core", [texts[path] for path in core])
+        print_line(package, [text for path, text in texts.items() if path.is_relative_to(root / package)])
+    print_line("all", list(texts.values()))
+    print_line("core", [texts[path] for path in core])
     lengths = sorted(
         node.end_lineno - node.lineno + 1
         for text in texts.values()
@@ -47,14 +47,14 @@ def main() -> None:
     print(f"{len(lengths)} functions: median {p50}, 90th percentile {p90}, longest {lengths[-1]} lines")
 
 
-def say(name: str, texts: list[str]) -> None:
-    """One line of the table."""
+def print_line(name: str, texts: list[str]) -> None:
+    """Prints one line of the table."""
     lines, code = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
     print(f"{name:12} {len(texts):4} files {lines:7,} lines {code:7,} of code")
 
 
 def code_lines(text: str) -> int:
-    """Lines that are not blank, not only a comment, and not of a docstring."""
+    """Returns the number of lines that are neither blank, nor only a comment, nor part of a docstring."""
     statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr) and node.end_lineno]
     strings = [node for node in statements if isinstance(getattr(node.value, "value", None), str)]
     documented = {line for node in strings for line in range(node.lineno, node.end_lineno + 1)}

@@ -3,7 +3,7 @@
 
     python scripts/make_tiny.py FOLDER [--architecture qwen2|qwen3|llama|gemma3|qwen3_moe|deepseek_v2] [--untied] ...
 
-`trainer/commands/tiny_model.py` has what it consists of.
+`trainer/commands/tiny_model.py` defines the model.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from trainer.commands.tiny_model import ARCHITECTURES, make_tiny_model
 
 
 def main() -> None:
+    """Parse the command line, and write the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen2")
@@ -26,11 +27,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=4, help="of qwen3_moe and deepseek_v2")
+    parser.add_argument("--experts", type=int, default=4, help="experts of qwen3_moe and deepseek_v2")
     parser.add_argument("--vocab-size", type=int, default=288)
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed, which is imported, warns that there is no GPU
     transformers_logging.disable_progress_bar()
     make_tiny_model(options.pop("folder"), **options)
 

@@ -2,12 +2,12 @@
 """Draw the pictures of docs/pictures/ from files of real runs, or make such a file.
 
     .venv/bin/python scripts/pictures.py                                      # draws all pictures
-    .venv/bin/python scripts/pictures.py NAME RUN_DIR                         # keeps a run's figures as NAME.json
-    .venv/bin/python scripts/pictures.py NAME RECIPE [--section.key value …]  # trains; keeps processes and memory, too
+    .venv/bin/python scripts/pictures.py NAME RUN_DIR                         # saves a run's figures as NAME.json
+    .venv/bin/python scripts/pictures.py NAME RECIPE [--section.key value …]  # trains; saves processes and memory, too
 
-Memory is the proportional set size (PSS), in which a page that several processes map counts in parts. `step.json` is
-of two ranks on a model of 32M parameters (`scripts/make_tiny.py --hidden-size 512 --intermediate-size 2048 --layers 8
---heads 8 --kv-heads 4`), with `sync.way: staged`; `arithmetic.json` is of `scripts/smoke.sh`.
+Memory is the proportional set size (PSS), in which a page that several processes map is divided among them. `step.json`
+is from a run of two ranks on a model of 32M parameters (`scripts/make_tiny.py --hidden-size 512 --intermediate-size
+2048 --layers 8 --heads 8 --kv-heads 4`), with `sync.way: staged`; `arithmetic.json` is from `scripts/smoke.sh`.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ MEANINGS = {
     "engine worker": "vLLM: the model, one for each rank of a tensor-parallel engine",
     "reward watcher": "ends a reward worker that takes too long",
     "reward worker": "calls the reward functions",
-    "resource tracker": "Python's own",
+    "resource tracker": "a helper of Python's multiprocessing",
 }
 STEP = {"wake": "#d9e4f2", "sync": "#7fa8d9", "rollout": BLUE, "sleep": "#b9cde8", "update": ORANGE}
 """The phases of a step in their order, with their colours."""
 
 
 def role(process: psutil.Process) -> str:
-    """The part that a process plays in a run, read from its command line."""
+    """Returns the part that a process has in a run, by its command line."""
     line = " ".join(process.cmdline())
     marks = {
         "guardian.py": "guardian",
@@ -68,18 +68,18 @@ def role(process: psutil.Process) -> str:
 
 
 def tree(process: psutil.Process) -> dict[str, Any]:
-    """The role of a process, and the trees of its children in the order of their start."""
+    """Returns the role of a process, and the trees of its children in the order of their start."""
     return {"role": role(process), "children": [tree(child) for child in process.children()]}
 
 
 def memory_mib(process: psutil.Process) -> float:
-    """The proportional set size of a process, in MiB."""
+    """Returns the proportional set size of a process in MiB."""
     rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
     return int(re.findall(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[0]) / 1024
 
 
 def train(recipe: str, *overrides: str) -> dict[str, Any]:
-    """Runs a recipe, and returns its figures, the tree of its processes and samples of their memory."""
+    """Runs a recipe. Returns its figures, the tree of its processes and samples of their memory."""
     words = [word.removeprefix("--") for word in overrides]
     config = load_config(Path(recipe), [f"{key}={value}" for key, value in zip(words[::2], words[1::2], strict=True)])
     metrics = config.run.folder / "metrics.jsonl"
@@ -105,19 +105,19 @@ def train(recipe: str, *overrides: str) -> dict[str, Any]:
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """The figures of a run's steps that the pictures show."""
+    """Returns the figures of a run's steps that the pictures show."""
     rows = read_rows(run / "metrics.jsonl")
     return {"steps": [{key: value for key, value in row.items() if key.startswith(KEPT)} for row in rows]}
 
 
 def read(name: str) -> dict[str, Any]:
-    """The record of a run."""
+    """Returns the saved record of a run."""
     record: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return record
 
 
 def curves() -> Figure:
-    """Reward, held-out accuracy and log-probability gap of the arithmetic run."""
+    """Draws reward, held-out accuracy and log-probability gap of the arithmetic run."""
     rows = read("arithmetic")["steps"]
     figure, axes = panels(1, 3, (10, 2.7))
     for key, label, color in (("reward/mean", "training", BLUE), ("eval/accuracy", "held out", GREEN)):
@@ -136,7 +136,7 @@ def curves() -> Figure:
 
 
 def memory() -> Figure:
-    """Memory of the ranks and of their engines over two steps, above the phases."""
+    """Draws the memory of the ranks and of their engines over two steps, with the steps' phases."""
     record = read("step")
     end = record["written"][-2]
     start = end - sum(record["steps"][index]["time/step"] for index in (-3, -2))
@@ -161,7 +161,7 @@ def memory() -> Figure:
 
 
 def step() -> Figure:
-    """The timeline of a step: what is in memory in each of its phases."""
+    """Draws the timeline of a step: what is in memory in each phase."""
     phases = spans(read("step")["steps"][-2])
     begins = {phase: begin for phase, begin, _ in phases}
     ends = {phase: begin + duration for phase, begin, duration in phases}
@@ -189,7 +189,7 @@ def step() -> Figure:
 
 
 def spans(row: dict[str, float]) -> list[tuple[str, float, float]]:
-    """The phases of a step, each with its begin and its duration in seconds; moving memory counts as waking."""
+    """Returns each phase of a step with its start and duration in seconds; moving memory counts as waking."""
     seconds = {phase: row[f"time/{phase}"] for phase in STEP}
     seconds["wake"] += row["time/step"] - sum(seconds.values())
     begins = [sum(list(seconds.values())[:place]) for place in range(len(seconds))]
@@ -197,7 +197,7 @@ def spans(row: dict[str, float]) -> list[tuple[str, float, float]]:
 
 
 def processes() -> Figure:
-    """The tree of the processes of a run on two ranks; the second rank's are left out."""
+    """Draws the tree of the processes of a run on two ranks, without those of the second rank."""
     launcher = read("step")["processes"]
     lines = list(outline({**launcher, "children": launcher["children"][:1]}))
     figure = Figure(figsize=(10, 0.34 * len(lines) + 0.4), facecolor="white")
@@ -221,7 +221,7 @@ def processes() -> Figure:
 def outline(
     node: dict[str, Any], depth: int = 0, parent: int | None = None, place: int = 0
 ) -> Iterator[tuple[int, int | None, str]]:
-    """Yields the depth, the place of the parent and the role of each process, one of several equal subtrees."""
+    """Yields the depth, the parent's place and the role of each process. Of equal subtrees, only one is included."""
     yield depth, parent, node["role"]
     last = place
     different = {json.dumps(child): child for child in node["children"]}
@@ -232,7 +232,7 @@ def outline(
 
 
 def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A white figure and its axes, with a light grid."""
+    """Returns a white figure and its axes, which have a light grid."""
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for one in axes:
@@ -255,7 +255,7 @@ def draw(folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Draws the pictures, or keeps the figures of a run."""
+    """Draws the pictures, or saves the figures of a run."""
     if not arguments:
         draw(FOLDER)
         return

@@ -78,7 +78,7 @@ assert torch.allclose(advantages.group_relative(rewards), torch.tensor([[1.0, -1
 
 
 def configuration() -> str:
-    """The page of every key of a recipe."""
+    """Returns the page about all keys of a recipe."""
     schema = TrainConfig.model_json_schema()
     lines = [
         "# Configuration",
@@ -96,7 +96,7 @@ def configuration() -> str:
 
 
 def nested(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the sections that a key's schema refers to, with their paths, and those within them."""
+    """Yields the sections that a key's schema refers to, with their paths, and the sections within them."""
     if "$ref" in schema:
         definition = definitions[schema["$ref"].rpartition("/")[2]]
         yield path, definition
@@ -110,7 +110,7 @@ def nested(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> It
 
 
 def row(section: str, name: str, definition: dict[str, Any]) -> str:
-    """The row of one key of a section: its path, type, default and meaning, and the meanings of its values."""
+    """Returns the row of one key of a section: its path, type, default and meaning, and the meanings of its values."""
     schema, path = definition["properties"][name], f"{section}.{name}"
     required = name in definition.get("required", [])
     default = "required" if required else f"`{json.dumps(schema.get('default'), ensure_ascii=False)}`"
@@ -122,7 +122,7 @@ def row(section: str, name: str, definition: dict[str, Any]) -> str:
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """The type and the range that a JSON Schema gives a key, in words."""
+    """Returns the type and the range of a key in words, from its JSON Schema."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(kind, schema["anyOf"])))
     if values := schema.get("enum") or schema.get("examples"):
@@ -143,7 +143,7 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def command_line() -> str:
-    """The page of every command's help."""
+    """Returns the page with the help of every command."""
     commands = re.findall(r"^    (\w+)  ", help_of(), re.MULTILINE)
     lines = [
         "# Command line",
@@ -159,7 +159,7 @@ def command_line() -> str:
 
 
 def help_of(*command: str) -> str:
-    """The help of a command, or of `hotbunk` itself, without the list of keys."""
+    """Returns the help of a command, or of `hotbunk` itself, without the list of keys."""
     printed = io.StringIO()
     with patch.dict(os.environ, COLUMNS=str(WIDTH)), contextlib.redirect_stdout(printed):
         with contextlib.suppress(SystemExit):
@@ -169,7 +169,7 @@ def help_of(*command: str) -> str:
 
 
 def python() -> str:
-    """The page of the public names."""
+    """Returns the page about the public names."""
     lines = [
         "# Python",
         NOTE,
@@ -186,7 +186,7 @@ def python() -> str:
 
 
 def section(module: ModuleType, members: list[tuple[str, Any]]) -> list[str]:
-    """The lines about a package or module and its public names."""
+    """Returns the lines about a package or module and its public names."""
     lines = ["", f"## {module.__name__}", "", paragraph(module)]
     if example := EXAMPLES.get(module.__name__):
         lines += ["", f"```python\n{example}```"]
@@ -203,7 +203,7 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]
 
 
 def described(name: str, member: Any) -> list[str]:
-    """The lines about one public name: its signature, the first paragraph of its docstring, and its public members."""
+    """Returns the lines about a public name: its signature, its docstring's first paragraph, and its public members."""
     if isinstance(member, str):
         return [f"`{member!r}`"]
     if not (inspect.isclass(member) or inspect.isfunction(member)):  # an alias of a type
@@ -230,12 +230,12 @@ def members_of(owner: type) -> Iterator[str]:
 
 
 def paragraph(member: Any) -> str:
-    """The first paragraph of a docstring."""
+    """Returns the first paragraph of a docstring."""
     return (inspect.getdoc(member) or "").partition("\n\n")[0]
 
 
 def signature(name: str, member: Any) -> str:
-    """A function's, method's or class's signature as it is written in code, one parameter a line where it is long."""
+    """Returns a signature as it is written in code, with one parameter per line where it is long."""
     if is_typeddict(member):
         fields = [f"    {key}: {plain(inspect.formatannotation(kind))}" for key, kind in get_type_hints(member).items()]
         return "\n".join([f"class {name}(TypedDict):", *fields])
@@ -243,29 +243,31 @@ def signature(name: str, member: Any) -> str:
         return f"class {name}(Protocol)"
     try:
         call = inspect.signature(member)
-    except ValueError:  # an exception without a constructor of its own
+    except ValueError:  # an exception that inherits its constructor
         return f"class {name}({member.__base__.__name__})"
     if inspect.isclass(member) and issubclass(member, BaseModel):
         return f"{name}(*, {', '.join(member.model_fields)})"
     words: list[str] = []
     for parameter in call.parameters.values():
-        if parameter.name in ("self", "_ray_trace_ctx"):  # the latter Ray adds to the methods of its actors
+        if parameter.name in ("self", "_ray_trace_ctx"):  # Ray adds the latter to the methods of its actors
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
-        words.append(plain(str(parameter.replace(default=Shown(parameter.default)))))
-    gives = (
+        words.append(plain(str(parameter.replace(default=DefaultText(parameter.default)))))
+    returned = (
         ""
         if call.return_annotation in (call.empty, None)
         else f" -> {inspect.formatannotation(call.return_annotation)}"
     )
-    gives = re.sub(r"^ -> '(.*)'$", r" -> \1", plain(gives))
-    line = f"{name}({', '.join(words)}){gives}"
-    return line if len(line) <= WIDTH else "\n    ".join([f"{name}(", *(f"{word}," for word in words)]) + f"\n){gives}"
+    returned = re.sub(r"^ -> '(.*)'$", r" -> \1", plain(returned))
+    line = f"{name}({', '.join(words)}){returned}"
+    return (
+        line if len(line) <= WIDTH else "\n    ".join([f"{name}(", *(f"{word}," for word in words)]) + f"\n){returned}"
+    )
 
 
-class Shown:
-    """A default value, whose representation is what one would write in code."""
+class DefaultText:
+    """A default value whose representation is the text that stands for it in code."""
 
     def __new__(cls, value: Any) -> Any:
         return value if value is inspect.Parameter.empty else super().__new__(cls)
@@ -280,7 +282,7 @@ class Shown:
 
 
 def plain(text: str) -> str:
-    """Types without the modules of classes, and without quotation marks."""
+    """Returns types without the modules of their classes, and without quotation marks."""
     text = re.sub(
         r"\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b(?:torch\.distributed|collections|typing)\.[a-z_.]*(?=[A-Z])", "", text
     )
@@ -291,7 +293,7 @@ PAGES = {"configuration.md": configuration, "command-line.md": command_line, "py
 
 
 def stale_pages() -> list[str]:
-    """The names of the pages that differ from what the code says now."""
+    """Returns the names of the pages that are not what the code describes now."""
     return [name for name, write in PAGES.items() if not (DOCS / name).exists() or (DOCS / name).read_text() != write()]
 
 

@@ -1,6 +1,6 @@
-"""Tiny vision-language models with processor, tokenizer and chat template, made as `tiny_model` makes those of text.
+"""Makes tiny vision-language models with processor, tokenizer and chat template, as `tiny_model` makes text models.
 
-Processors need torchvision: `hotbunk_torchvision.show()` comes before the first import of Transformers.
+Processors need torchvision: call `hotbunk_torchvision.show()` before Transformers is first imported.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from trainer.commands.tiny_model import CHAT_TEMPLATE, make_tokenizer, text_sett
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _MARK_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 PLACEHOLDERS = {"gemma3": "<|vision_start|>", "llava": "<|image_pad|>"}
-"""What a chat template writes for an image, where that is not an <|image_pad|> between the vision marks."""
+"""The placeholder for an image in chat templates, where it is not an <|image_pad|> between the vision marks."""
 
 _PARTS = """\
 {%- macro show(content) %}
@@ -34,7 +34,7 @@ _PATCH = 14
 
 
 def chat_template(architecture: str) -> str:
-    """`tiny_model.CHAT_TEMPLATE` for messages whose content may also be a list of parts."""
+    """Returns `tiny_model.CHAT_TEMPLATE`, changed for messages whose content may also be a list of parts."""
     placeholder = PLACEHOLDERS.get(architecture, "<|vision_start|><|image_pad|><|vision_end|>")
     plain = CHAT_TEMPLATE.replace("message.content or ''", "show(message.content)")
     plain = plain.replace("'<tool_response>' + message.content +", "'<tool_response>' + show(message.content) +")
@@ -53,7 +53,7 @@ def make_tiny_vlm(
     tied: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write model, processor and generation config to `folder`, and return it.
+    """Writes model, processor and generation config to `folder`, and returns it.
 
     `architecture` is one of `ARCHITECTURES`. Qwen's images have up to `largest_image`² tokens of 28 x 28 pixels (32 x
     32 for Qwen3-VL); Gemma's and LLaVA's always as many as 56 x 56 pixels have.
@@ -73,7 +73,7 @@ def make_tiny_vlm(
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
-    # Encoders' weights have other names in checkpoints on the hub, and vLLM 0.32 does not know Transformers 5's.
+    # On the hub, encoders' weights have other names than in Transformers 5, whose names vLLM 0.32 does not know.
     file = folder / "model.safetensors"
     weights = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): w for name, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -81,23 +81,23 @@ def make_tiny_vlm(
     return folder
 
 
-Made = tuple[PretrainedConfig, Any]
+ConfigAndProcessor = tuple[PretrainedConfig, Any]
 
 
 def _qwen_vl(
     tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int, *, family: str, videos: str
-) -> Made:
-    """Qwen2.5-VL or Qwen3-VL; `family` and `videos` begin the names of their classes."""
+) -> ConfigAndProcessor:
+    """Makes Qwen2.5-VL or Qwen3-VL; `family` and `videos` are the first words of the names of its classes."""
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
     if family == "Qwen3VL":
         rope |= {"mrope_interleaved": True}
-        patch, own = 16, {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        patch, extra = 16, {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     else:
-        patch, own = _PATCH, {"window_size": 112, "fullatt_block_indexes": [vision["depth"] - 1]}
-    own |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": patch}
+        patch, extra = _PATCH, {"window_size": 112, "fullatt_block_indexes": [vision["depth"] - 1]}
+    extra |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": patch}
     config = getattr(transformers, f"{family}Config")(
         text_config=text | {"rope_parameters": rope},
-        vision_config=vision | own,
+        vision_config=vision | extra,
         tie_word_embeddings=text["tie_word_embeddings"],
         **dict(zip(_MARK_IDS, tokenizer.convert_tokens_to_ids(MARKS), strict=True)),
     )
@@ -108,14 +108,14 @@ def _qwen_vl(
     return config, getattr(transformers, f"{family}Processor")(*parts, chat_template=tokenizer.chat_template)
 
 
-def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> Made:
+def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
     begin, end, image, _ = tokenizer.convert_tokens_to_ids(MARKS)
     names = zip(("boi_token", "eoi_token", "image_token"), MARKS, strict=False)
     tokenizer._set_model_specific_special_tokens(dict(names))
-    own = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"]}
+    extra = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"]}
     config = transformers.Gemma3Config(
         text_config=text | {"query_pre_attn_scalar": 32, "sliding_window": 64},
-        vision_config={k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | own,
+        vision_config={k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | extra,
         mm_tokens_per_image=4,
         boi_token_index=begin,
         eoi_token_index=end,
@@ -123,15 +123,15 @@ def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest:
         tie_word_embeddings=text["tie_word_embeddings"],
     )
     images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
-    made = transformers.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
-    return config, made
+    template = tokenizer.chat_template
+    return config, transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
 
 
-def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> Made:
-    own = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"] + 1, "projection_dim": 32}
+def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
+    extra = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"] + 1, "projection_dim": 32}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
-            **{k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | own
+            **{k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | extra
         ),
         text_config=transformers.LlamaConfig(**text),
         image_token_id=tokenizer.convert_tokens_to_ids(MARKS[2]),
@@ -140,7 +140,7 @@ def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: 
         tie_word_embeddings=text["tie_word_embeddings"],
     )
     images = transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
-    made = transformers.LlavaProcessor(
+    processor = transformers.LlavaProcessor(
         images,
         tokenizer,
         patch_size=_PATCH,
@@ -149,10 +149,10 @@ def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: 
         image_token=MARKS[2],
         chat_template=tokenizer.chat_template,
     )
-    return config, made
+    return config, processor
 
 
-ARCHITECTURES: dict[str, Callable[[PreTrainedTokenizerFast, Any, Any, int], Made]] = {
+ARCHITECTURES: dict[str, Callable[[PreTrainedTokenizerFast, Any, Any, int], ConfigAndProcessor]] = {
     "qwen2_5_vl": partial(_qwen_vl, family="Qwen2_5_VL", videos="Qwen2VL"),
     "qwen3_vl": partial(_qwen_vl, family="Qwen3VL", videos="Qwen3VL"),
     "gemma3": _gemma3,

@@ -1,4 +1,4 @@
-"""Transcripts for a tiny model that calls tools: python scripts/ecosystem/calls.py FILE"""
+"""Writes transcripts that teach a tiny model to call tools: python scripts/ecosystem/calls.py FILE"""
 
 import json
 import random
@@ -14,10 +14,10 @@ CALLS = {
 
 
 def transcript(prompt: str, rng: random.Random) -> list[dict[str, str]]:
-    """A call, whatever follows the prompt, and a short answer, whatever the tool says."""
+    """Returns a chat: the prompt with noise after it, a call, noise as the tool's reply, and a short answer."""
 
     def noise() -> str:
-        """Any text."""
+        """Returns random text."""
         return "".join(rng.choices(string.ascii_letters + string.digits + " \n", k=rng.randrange(0, 60)))
 
     name, arguments = CALLS[prompt]

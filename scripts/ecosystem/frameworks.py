@@ -1,6 +1,6 @@
-"""Agents of several frameworks, each as its documentation has it; scripts/try_ecosystem.sh runs them in their Python.
+"""Agents of several frameworks, written as in their documentation; scripts/try_ecosystem.sh runs them.
 
-Each asks twice, with a tool and in one conversation, and leaves every setting of its framework as it is.
+Each agent asks two questions in one conversation, most of them with a tool, and keeps its framework's default settings.
 """
 
 from hotbunk_client import serve
@@ -19,7 +19,7 @@ def add(a: int, b: int) -> int:
 
 
 async def openai_chat(base_url: str, api_key: str, model: str) -> None:
-    """Chat completions."""
+    """Asks by chat completions."""
     from openai import AsyncOpenAI
 
     messages = []
@@ -32,7 +32,7 @@ async def openai_chat(base_url: str, api_key: str, model: str) -> None:
 
 
 async def openai_responses(base_url: str, api_key: str, model: str) -> None:
-    """Responses; the server keeps the conversation."""
+    """Asks by Responses, where the server stores the conversation."""
     from openai import AsyncOpenAI, omit
 
     previous = omit
@@ -43,7 +43,7 @@ async def openai_responses(base_url: str, api_key: str, model: str) -> None:
 
 
 async def anthropic_messages(base_url: str, api_key: str, model: str) -> None:
-    """Messages, with the answer's blocks as they came."""
+    """Asks by Messages, and sends the answer's blocks back unchanged."""
     from anthropic import AsyncAnthropic
 
     messages = []
@@ -55,7 +55,7 @@ async def anthropic_messages(base_url: str, api_key: str, model: str) -> None:
 
 
 async def openai_agents(base_url: str, api_key: str, model: str) -> None:
-    """Its default: Responses, with strict schemas of tools."""
+    """Asks with the defaults of openai-agents: Responses, with strict tool schemas."""
     from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
     from openai import AsyncOpenAI
 
@@ -69,7 +69,7 @@ async def openai_agents(base_url: str, api_key: str, model: str) -> None:
 
 
 async def pydantic_ai(base_url: str, api_key: str, model: str) -> None:
-    """Its chat model. It asks anew after an empty answer."""
+    """Asks with pydantic-ai's chat model, which asks again after an empty answer."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -82,7 +82,7 @@ async def pydantic_ai(base_url: str, api_key: str, model: str) -> None:
 
 
 async def langgraph(base_url: str, api_key: str, model: str) -> None:
-    """The agent that it has ready-made."""
+    """Asks with langgraph's prebuilt agent."""
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
 
@@ -93,7 +93,7 @@ async def langgraph(base_url: str, api_key: str, model: str) -> None:
 
 
 async def litellm(base_url: str, api_key: str, model: str) -> None:
-    """Its provider for servers with OpenAI's interface."""
+    """Asks with litellm's provider for OpenAI-compatible servers."""
     import litellm as library
 
     messages = []
@@ -104,11 +104,11 @@ async def litellm(base_url: str, api_key: str, model: str) -> None:
 
 
 def smolagents(base_url: str, api_key: str, model: str) -> None:
-    """One question to an agent that writes code, which asks up to three times."""
+    """Asks one question with an agent that writes code, which sends up to three requests."""
     from smolagents import CodeAgent, OpenAIServerModel, tool  # a ToolCallingAgent forces calls, which is refused
 
-    own = OpenAIServerModel(model_id=model, api_base=base_url, api_key=api_key)
-    agent = CodeAgent(tools=[tool(add)], model=own, max_steps=2, verbosity_level=0)
+    server = OpenAIServerModel(model_id=model, api_base=base_url, api_key=api_key)
+    agent = CodeAgent(tools=[tool(add)], model=server, max_steps=2, verbosity_level=0)
     agent.run(QUESTIONS[0])
 
 
@@ -125,7 +125,7 @@ FRAMEWORKS = {
 
 
 async def agent(base_url: str, api_key: str, model: str, row: dict[str, str]) -> None:
-    """One episode of the framework that the row names."""
+    """Runs one episode with the framework that the row names."""
     result = FRAMEWORKS[row["framework"]](base_url, api_key, model)
     if result is not None:
         await result

@@ -1,4 +1,4 @@
-"""An OpenEnv server, with a port as its argument, whose environment adds up what it is told."""
+"""An OpenEnv server, with a port as its argument, whose environment adds up numbers."""
 
 import sys
 from typing import Any
@@ -7,39 +7,43 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 
-class Told(Action):
+class Message(Action):
+    """An action: a message with a number, or with other text."""
+
     message: str
 
 
 class Sum(Observation):
+    """An observation: the sum so far."""
+
     text: str = ""
 
 
 class Adding(Environment):
-    """Each session has a sum of its own, to which a message adds its number or, of other words, its length."""
+    """An environment with a sum, to which a message adds its number or, if it is none, its length."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def reset(self, seed: int | None = None, **_: Any) -> Sum:
-        """Begin with the seed."""
+        """Start with the seed as the sum."""
         self.total = seed or 0
         return Sum(text=f"{self.total} so far", done=False, reward=0.0)
 
-    def step(self, action: Told, **_: Any) -> Sum:
-        """Add to it; a tenth of that is the reward. At 10 it is over."""
-        told = int(action.message) if action.message.isdigit() else len(action.message)
-        self.total += told
-        return Sum(text=f"{self.total} so far", done=self.total >= 10, reward=told / 10)
+    def step(self, action: Message, **_: Any) -> Sum:
+        """Add to the sum. The reward is a tenth of that; the episode ends at a sum of 10."""
+        number = int(action.message) if action.message.isdigit() else len(action.message)
+        self.total += number
+        return Sum(text=f"{self.total} so far", done=self.total >= 10, reward=number / 10)
 
     @property
     def state(self) -> State:
-        """None beyond the sum."""
+        """Returns an empty state, as the interface needs one."""
         return State()
 
 
 def server(environment: type[Adding], port: int) -> uvicorn.Server:
-    """A server of that environment on loopback, which has yet to be run."""
-    app = create_fastapi_app(environment, Told, Sum, max_concurrent_envs=16)
+    """Returns a server of that environment on loopback, which the caller has to run."""
+    app = create_fastapi_app(environment, Message, Sum, max_concurrent_envs=16)
     return uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
 
 

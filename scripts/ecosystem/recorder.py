@@ -10,9 +10,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 
 
 class Recorder(LogitsProcessor):
-    """Writes ECOSYSTEM_REQUESTS anew whenever requests come or go: pairs of lists of ids, in the order of arrival.
+    """Writes all requests to ECOSYSTEM_REQUESTS when requests begin or end: pairs of lists of ids, in their order.
 
-    vLLM adds to the lists of sampled ids that it hands over (vllm/v1/sample/logits_processor/interface.py).
+    vLLM extends the lists of sampled ids that it has passed (vllm/v1/sample/logits_processor/interface.py).
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
@@ -20,15 +20,15 @@ class Recorder(LogitsProcessor):
         self._requests: list[tuple[list[int], list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:
-        """Logits stay as they are."""
+        """Returns True, since logits are not changed."""
         return True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """The same."""
+        """Returns the logits unchanged."""
         return logits
 
     def update_state(self, batch_update: Any) -> None:
-        """Note the requests that have come."""
+        """Record the requests that have begun."""
         if batch_update is not None:
             self._requests += [(list(prompt), sampled) for _, _, prompt, sampled in batch_update.added]
             self._file.write_text(json.dumps(self._requests))

@@ -1,10 +1,10 @@
-"""One training of scripts/try_ecosystem.sh: two steps, then what was recorded is looked at, and a row is added.
+"""Runs one trial of scripts/try_ecosystem.sh: trains two steps, checks the records, and adds rows to the table.
 
     python scripts/ecosystem/trial.py FOLDER NAME
 
-FOLDER has models and the environments of Python by name, and gets `trials/NAME` and lines of `rows.jsonl`. The exit
-status is 1 where anything is not as it should be: a failed episode, a request whose ids do not begin with all ids of
-the one before, a gap, another number of trajectories than expected, a process that is left.
+FOLDER has models and Python environments by name. The trial is written to `trials/NAME`, and its rows to `rows.jsonl`.
+The exit status is 1 where a check fails: an episode has failed, a request does not begin with all ids of the request
+before, there is a gap, the number of trajectories is not as expected, or a process is left.
 """
 
 import json
@@ -26,17 +26,21 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-EPISODES = 4  # of each prompt, in two steps
+EPISODES = 4  # episodes of each prompt in two steps
 GAP = 1e-4
-BEYOND = 64  # tokens: an engine goes on while a busy machine has yet to find a stop string
+BEYOND = 64  # tokens that an engine may sample before a busy machine has found a stop string
 END_OF_TURN = 2  # the tiny models' id of <|im_end|>
 ANYTHING = f"{HERE / 'rewards.py'}:anything"
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A row of the table: the package whose version it shows, the user's own lines that know Hotbunk, and whether each
-    episode has to be one trajectory.
+class TableRow:
+    """A row of the table.
+
+    Attributes:
+        package: the package whose version the row shows.
+        lines: the user's lines of code that depend on Hotbunk.
+        together: True where each episode has to be a single trajectory.
     """
 
     package: str
@@ -46,21 +50,21 @@ class Tried:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained, and how.
+    """A training run of two steps, and what is expected of it.
 
     Attributes:
-        environment: the Python that has the packages.
-        rollout: the recipe's section, with {folder} where the folder goes.
-        tried: the rows of the table, by name, one for each prompt.
+        environment: the Python environment that has the packages.
+        rollout: the recipe's section `rollout`, with {folder} in place of the folder.
+        tried: the rows of the table by name, one for each prompt.
         prompt: the text of every prompt.
         changes: further sections of the recipe.
-        calls: tools have to be called, so that the model that does is trained.
-        server: arguments of a server that the environment's Python runs meanwhile.
+        calls: True where tools have to be called, so that the model that calls tools is trained.
+        server: arguments of a server that the environment's Python runs during the trial.
     """
 
     environment: str
     rollout: dict[str, Any]
-    tried: dict[str, Tried]
+    tried: dict[str, TableRow]
     prompt: str = "What is 2+3?"
     changes: dict[str, Any] = field(default_factory=dict)
     calls: bool = False
@@ -68,20 +72,20 @@ class Trial:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The data."""
+        """The rows of the data."""
         return [{"prompt": self.prompt, "framework": name, "seed": 1} for name in self.tried]
 
 
-def frameworks(environment: str, **tried: Tried) -> Trial:
-    """Agents of frameworks.py."""
+def frameworks(environment: str, **tried: TableRow) -> Trial:
+    """Returns the trial of agents of frameworks.py."""
     client = {"command": [f"{{folder}}/{environment}/bin/python", str(HERE / "frameworks.py")], "workers": 4}
     client["env"] = {"PYTHONPATH": str(ROOT / "generation/rollouts/elsewhere")}
-    return Trial(environment, {"client": client}, {name.replace("_", "-"): each for name, each in tried.items()})
+    return Trial(environment, {"client": client}, {name.replace("_", "-"): row for name, row in tried.items()})
 
 
 def library(name: str, package: str, key: str, rollout: dict[str, Any], prompt: str, **more: Any) -> Trial:
-    """A library that runs beside Hotbunk, in an environment that has both."""
-    return Trial("libraries", rollout, {name: Tried(package, f"none: `{key}`")}, prompt, **more)
+    """Returns the trial of a library that runs in one environment with Hotbunk."""
+    return Trial("libraries", rollout, {name: TableRow(package, f"none: `{key}`")}, prompt, **more)
 
 
 ENVIRONMENTS = "generation.rollouts.environments."
@@ -96,20 +100,20 @@ URL, KEY = "base URL and key", "`api_base` and key"
 TRIALS = {
     "agents": frameworks(
         "agents",
-        openai_chat=Tried("openai", URL),
-        openai_Responses=Tried("openai", URL),
-        anthropic=Tried("anthropic", URL),
-        openai_agents=Tried("openai-agents", "`set_default_openai_client`"),
-        # It alters special tokens in what it sends back, <|im_start|> for one, which a random model samples.
-        pydantic_ai=Tried("pydantic-ai-slim", "`OpenAIProvider`", together=False),
-        langgraph=Tried("langgraph", URL),
-        smolagents=Tried("smolagents", KEY, together=False),  # it rewrites its history
+        openai_chat=TableRow("openai", URL),
+        openai_Responses=TableRow("openai", URL),
+        anthropic=TableRow("anthropic", URL),
+        openai_agents=TableRow("openai-agents", "`set_default_openai_client`"),
+        # It changes special tokens such as <|im_start|> in answers that it sends back; a random model samples those.
+        pydantic_ai=TableRow("pydantic-ai-slim", "`OpenAIProvider`", together=False),
+        langgraph=TableRow("langgraph", URL),
+        smolagents=TableRow("smolagents", KEY, together=False),  # it rewrites its history
     ),
-    "litellm": frameworks("litellm", litellm=Tried("litellm", KEY)),
+    "litellm": frameworks("litellm", litellm=TableRow("litellm", KEY)),
     "verifiers": Trial(
         "verifiers",
         {"verifiers": VERIFIERS | {"env": CERTIFICATES | {"PYTHONPATH": str(HERE)}}},
-        {"verifiers": Tried("verifiers", "none: `rollout.verifiers`")},
+        {"verifiers": TableRow("verifiers", "none: `rollout.verifiers`")},
     ),
     "mcp-command": library(
         "MCP by `command`", "mcp", "rollout.mcp", {"mcp": {"sums": {"command": [sys.executable, MCP]}}},
@@ -146,17 +150,18 @@ TRIALS = {
 
 
 def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
-    """The recipe; with stop strings for the random model, whose answers would else all be cut: few enough that an empty
-    answer is rare, which pydantic-ai takes once in a row.
+    """Returns the recipe of a trial. The random model has stop strings, without which all of its answers would be cut.
+
+    They are so few that two empty answers in a row, which pydantic-ai refuses, are rare.
     """
     sampling = {"max_tokens": 96} if trial.calls else {"max_tokens": 256, "stop": list(string.digits)}
-    own: dict[str, dict[str, Any]] = {
+    sections: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder / "trials"), "name": name, "steps": 2},
         "model": {"path": str(folder / ("calling/model" if trial.calls else "model"))},
         "data": {"path": str(folder / f"trials/{name}.jsonl"), "max_prompt_tokens": 2048, "answer_key": None},
         "sampling": sampling,
         "engine": {"max_model_len": 16384, "max_num_seqs": 16, "kv_cache_gib": 0.25},
-        "sync": {"verify": "off"},  # which asks the engine for answers of its own
+        "sync": {"verify": "off"},  # verification would add requests to those that are recorded
         "policy": {"dtype": "float32", "lr": 1e-4},
         "algorithm": {"group_size": 2},
         "batch": {"prompts_per_step": len(trial.tried), "tokens_per_micro_batch": 16384},
@@ -166,18 +171,18 @@ def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
         "rollout": json.loads(json.dumps(trial.rollout).replace("{folder}", str(folder))) | {"max_error_rate": 1.0},
     }
     if trial.calls:
-        own["rollout"]["describe_tools"] = False  # the model was not shown schemas either
-    own["engine"]["logits_processors"] = [f"{HERE / 'recorder.py'}:Recorder"]
+        sections["rollout"]["describe_tools"] = False  # the model has not seen schemas in its training either
+    sections["engine"]["logits_processors"] = [f"{HERE / 'recorder.py'}:Recorder"]
     if "verifiers" in trial.rollout:
-        del own["data"]["path"]
+        del sections["data"]["path"]
     for section, keys in trial.changes.items():
-        own[section] |= keys
-    return own
+        sections[section] |= keys
+    return sections
 
 
 @contextmanager
 def serving(folder: Path, trial: Trial) -> Iterator[None]:
-    """The server that a trial needs, from when it answers on."""
+    """Runs the server that a trial needs, if any, and waits until it answers."""
     if not trial.server:
         yield
         return
@@ -190,7 +195,7 @@ def serving(folder: Path, trial: Trial) -> Iterator[None]:
                     httpx.get(f"http://127.0.0.1:{trial.server[1]}/")
                     break
                 if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{trial.server[0]} does not serve")
+                    raise SystemExit(f"the server {trial.server[0]} does not answer on port {trial.server[1]}")
                 time.sleep(0.2)
             yield
         finally:
@@ -198,31 +203,31 @@ def serving(folder: Path, trial: Trial) -> Iterator[None]:
 
 
 def train(folder: Path, name: str, trial: Trial) -> None:
-    """Two steps. Raises CalledProcessError where the run fails."""
-    own = folder / "trials" / name
-    own.parent.mkdir(exist_ok=True)
-    shutil.rmtree(own, ignore_errors=True)
-    own.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in trial.rows))
-    own.with_suffix(".yaml").write_text(yaml.safe_dump(recipe(folder, name, trial)))
+    """Trains two steps. Raises CalledProcessError where the run fails."""
+    run = folder / "trials" / name
+    run.parent.mkdir(exist_ok=True)
+    shutil.rmtree(run, ignore_errors=True)
+    run.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in trial.rows))
+    run.with_suffix(".yaml").write_text(yaml.safe_dump(recipe(folder, name, trial)))
     libraries = next((folder / "libraries/lib").glob("python*/site-packages"))
     variables = {"PYTHONPATH": str(libraries), "NPROC_PER_NODE": "1"}
-    variables["ECOSYSTEM_REQUESTS"] = str(own.with_suffix(".requests.json"))
-    command = ["bash", str(ROOT / "scripts/train.sh"), str(own.with_suffix(".yaml")), "--resume", "none"]
+    variables["ECOSYSTEM_REQUESTS"] = str(run.with_suffix(".requests.json"))
+    command = ["bash", str(ROOT / "scripts/train.sh"), str(run.with_suffix(".yaml")), "--resume", "none"]
     subprocess.run(command, check=True, env={**os.environ, **variables})
 
 
 def beginnings(requests: list[tuple[list[int], list[int]]], beyond: int = 0) -> int:
-    """How many requests have a prompt that does not begin with all ids of one before: each begins a trajectory.
+    """Counts the requests that begin a trajectory, since their prompt does not begin with all ids of an earlier one.
 
-    At most `beyond` of the sampled ids may be missing before the turn ends: an engine samples some more before it
-    learns of a stop string.
+    At most `beyond` of the sampled ids may be missing before the turn ends, since an engine samples more tokens before
+    a stop string is found.
     """
 
-    def goes_on(prompt: list[int], asked: list[int], sampled: list[int]) -> bool:
-        """The prompt begins with a request and what it gave."""
+    def goes_on(prompt: list[int], earlier: list[int], sampled: list[int]) -> bool:
+        """Returns True if the prompt begins with an earlier prompt and the ids sampled for it."""
         least = max(len(sampled) - beyond, 1)
-        cut = [asked + sampled[:count] + [END_OF_TURN] for count in range(least, len(sampled))]
-        return any(prompt[: len(begun)] == begun for begun in [asked + sampled, *cut])
+        cut = [earlier + sampled[:count] + [END_OF_TURN] for count in range(least, len(sampled))]
+        return any(prompt[: len(ids)] == ids for ids in [earlier + sampled, *cut])
 
     return sum(
         not any(goes_on(prompt, *before) for before in requests[:number]) for number, (prompt, _) in enumerate(requests)
@@ -230,19 +235,19 @@ def beginnings(requests: list[tuple[list[int], list[int]]], beyond: int = 0) -> 
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """The rows of a jsonl file."""
+    """Returns the rows of a jsonl file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def version(folder: Path, trial: Trial, package: str) -> str:
-    """The installed version of a package in a trial's environment."""
-    asked = f"from importlib.metadata import version; print(version({package!r}))"
-    command = [str(folder / trial.environment / "bin/python"), "-c", asked]
+    """Returns the installed version of a package in a trial's environment."""
+    program = f"from importlib.metadata import version; print(version({package!r}))"
+    command = [str(folder / trial.environment / "bin/python"), "-c", program]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def judge(folder: Path, name: str, trial: Trial) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of the table, and what is wrong."""
+    """Returns the rows of the table, and a sentence for each check that fails."""
     run = folder / "trials" / name
     answers, steps = lines_of(run / "completions.jsonl"), lines_of(run / "metrics.jsonl")
     requests = json.loads(run.with_suffix(".requests.json").read_text())
@@ -251,37 +256,39 @@ def judge(folder: Path, name: str, trial: Trial) -> tuple[list[dict[str, Any]], 
     wrong = [f"failed: {answer['error']}" for answer in answers if answer["error"]][:1]
     rows = []
     for number, (label, tried) in enumerate(trial.tried.items()):
-        own = [answer for answer in answers if answer["prompt_id"] == number]
-        good = [answer for answer in own if not answer["error"]]
+        trajectories = [answer for answer in answers if answer["prompt_id"] == number]
+        good = [answer for answer in trajectories if not answer["error"]]
         if tried.together and len(good) != EPISODES:
             wrong.append(f"{label}: {len(good)} trajectories of {EPISODES} episodes")
-        found = {"name": label, "version": version(folder, trial, tried.package), "lines": tried.lines}
-        rows.append(found | {"trajectories": len(good), "failed": len(own) - len(good), "gap": max(gaps, default=None)})
-    if (begun := beginnings(requests, 0 if trial.calls else BEYOND)) != sum(row["trajectories"] for row in rows):
-        wrong.append(f"of {len(requests)} requests {begun} begin anew, but that is not the number of trajectories")
+        row = {"name": label, "version": version(folder, trial, tried.package), "lines": tried.lines}
+        row |= {"trajectories": len(good), "failed": len(trajectories) - len(good), "gap": max(gaps, default=None)}
+        rows.append(row)
+    total = sum(row["trajectories"] for row in rows)
+    if (begun := beginnings(requests, 0 if trial.calls else BEYOND)) != total:
+        wrong.append(f"{begun} of {len(requests)} requests begin a trajectory, but there are {total} trajectories")
     if any(step.get("server/retemplated") for step in steps):
-        wrong.append("prompts were rendered anew")
+        wrong.append("prompts were rendered again, since exact ids could not be kept")
     if len(gaps) < len(steps) or not max(gaps) <= GAP:
         wrong.append(f"gap/max in {len(steps)} steps: {gaps}")
     if trial.calls and not calls:
         wrong.append("no tool was called")
     if left := processes_of(folder):
-        wrong.append(f"left behind: {left}")
+        wrong.append(f"processes are left: {left}")
     return rows, wrong
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of processes that name the folder; those above this one are left out."""
-    found, above = [], {parent.pid for parent in psutil.Process().parents()} | {os.getpid()}
+    """Returns the command lines of processes that name the folder, except this process and its parents."""
+    lines, above = [], {parent.pid for parent in psutil.Process().parents()} | {os.getpid()}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.pid not in above and str(folder) in " ".join(process.cmdline()):
-                found.append(" ".join(process.cmdline())[:200])
-    return found
+                lines.append(" ".join(process.cmdline())[:200])
+    return lines
 
 
 def main() -> int:
-    """One trial by the command line; the exit status."""
+    """Runs the trial that the command line names. Returns the exit status."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
     trial = TRIALS[name]
     with serving(folder, trial):

@@ -1,9 +1,8 @@
-"""REINFORCE in a loop of one's own with Accelerate: each rank samples from its own engine, which sleeps during updates.
+"""REINFORCE in a custom training loop with Accelerate: each rank has an engine, which sleeps during updates.
 
     accelerate launch --num_processes 2 scripts/examples/accelerate_loop.py MODEL [--steps 3]
 
-What Accelerate prepares the model with (DDP, FSDP2, DeepSpeed) makes no difference here. It rewards answers of many
-different tokens.
+Accelerate may prepare the model with DDP, FSDP2 or DeepSpeed. The reward is the share of different tokens in an answer.
 """
 
 import argparse
@@ -25,7 +24,7 @@ PROMPT, ANSWERS, SECONDS = [5, 6, 7], 8, 300
 
 
 async def sample(engine: Engine, version: int, seeds: range) -> list:
-    """One answer for each seed, by the weights of this version."""
+    """Samples one answer for each seed with the weights of `version`."""
     sampling = SamplingSettings(max_tokens=8)
     return await asyncio.gather(
         *(engine.complete(PROMPT, sampling, seed=seed, policy_version=version) for seed in seeds)
@@ -33,7 +32,7 @@ async def sample(engine: Engine, version: int, seeds: range) -> list:
 
 
 def loss_of(model: torch.nn.Module, answers: list, device: torch.device) -> tuple[torch.Tensor, float, float]:
-    """The loss, the mean reward, and the largest gap (nats) between the engine's log-probabilities and the model's."""
+    """Returns loss, mean reward, and the largest gap (nats) between log-probabilities of the engine and the model."""
     rewards = torch.tensor([len(set(answer.token_ids)) / len(answer.token_ids) for answer in answers], device=device)
     advantages, losses, gap = rewards - rewards.mean(), [], 0.0
     for answer, advantage in zip(answers, advantages, strict=True):
@@ -46,12 +45,15 @@ def loss_of(model: torch.nn.Module, answers: list, device: torch.device) -> tupl
 
 
 def main() -> None:
+    """Trains the model for some steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder of a model in Hugging Face format")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     accelerator = Accelerator()
-    if (deepspeed := accelerator.state.deepspeed_plugin) is not None:  # there is no data loader that would tell
+    if (
+        deepspeed := accelerator.state.deepspeed_plugin
+    ) is not None:  # DeepSpeed needs it where there is no data loader
         deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -60,7 +62,7 @@ def main() -> None:
         arguments.model, 64, kv_cache_bytes=64 << 20, worker_extension=WORKER_EXTENSION, plain_cpu_weights=True
     )
     engine = Engine(settings)
-    leader = Leader.start(engine, SECONDS)  # vLLM in processes of its own, and a thread that talks to them
+    leader = Leader.start(engine, SECONDS)  # vLLM in separate processes, and a thread that talks to them
     with tempfile.TemporaryDirectory() as sockets:
         source = policy.weight_source(torch.float32)
         manager = ShardingManager(source, accelerator.device, SyncSettings("full"), Path(sockets), leader=leader)
@@ -85,5 +87,5 @@ def main() -> None:
             accelerator.end_training()
 
 
-if __name__ == "__main__":  # engines are processes of their own
+if __name__ == "__main__":  # engines' processes import this file
     main()

@@ -1,4 +1,4 @@
-"""Level 2: a tool is a plain typed function, in a recipe `tools: [scripts/examples/calculator.py:calculate]`."""
+"""Level 2: a tool is a typed function, in a recipe `tools: [scripts/examples/calculator.py:calculate]`."""
 
 import operator
 import re
@@ -12,7 +12,7 @@ def calculate(expression: str) -> int:
     Args:
         expression: such as 12+34; the operators are + - *
     """
-    found = re.fullmatch(r"\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*", expression)
-    if found is None:
+    match = re.fullmatch(r"\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*", expression)
+    if match is None:
         raise ValueError(f"{expression!r} is not one operation on two numbers")
-    return int(_OPERATORS[found[2]](int(found[1]), int(found[3])))
+    return int(_OPERATORS[match[2]](int(match[1]), int(match[3])))

@@ -12,12 +12,13 @@ TASKS = ("arithmetic", "calculator", "chain_sums", "shapes")
 
 
 def main() -> None:
+    """Parses the command line, and makes the files of the task."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=TASKS)
     task = parser.parse_args().task
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which gets loaded, would warn of no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed, which is imported, warns that there is no GPU
     module = import_module(f"scripts.examples.tasks.{task}")
-    from transformers.utils import logging  # after `shapes`, which shows it torchvision
+    from transformers.utils import logging  # after `shapes`, which makes torchvision importable
 
     logging.disable_progress_bar()
     module.make(Path("runs") / f"{task}_start")

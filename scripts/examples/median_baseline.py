@@ -1,15 +1,15 @@
-"""An advantage of one's own, as `advantage: scripts/examples/median_baseline.py:median_baseline` in a recipe.
+"""A custom advantage, as `advantage: scripts/examples/median_baseline.py:median_baseline` in a recipe.
 
-One without a parameter `mask` compares the answers of a group: it is given their rewards [1, G], and by name keys of
-the section `algorithm`. One with `mask` works on tokens, all [B, T]: rewards, on the last token of a turn or of the
-episode; old_logprobs; values, which needs a critic; teacher_logprobs, which needs a teacher.
+An advantage without a parameter `mask` compares the answers of a group. It gets their rewards [1, G], and keys of the
+section `algorithm` by name. An advantage with `mask` works on tokens, all [B, T]: rewards, on the last token of a turn
+or of the episode; old_logprobs; values, which need a critic; teacher_logprobs, which need a teacher.
 """
 
 from torch import Tensor
 
 
 def median_baseline(rewards: Tensor, normalize_std: bool) -> Tensor:
-    """Reward minus the group's median, which a single odd reward does not move, over the mean distance from it.
+    """Returns rewards minus the group's median, over the mean distance from it. An outlier does not move the median.
 
     Returns:
         [1, G]; 0 where all rewards are equal.

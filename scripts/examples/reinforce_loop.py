@@ -1,8 +1,8 @@
-"""REINFORCE in a loop of one's own: one engine and an FSDP2 policy take turns on the same device.
+"""REINFORCE in a custom training loop: an engine and an FSDP2 policy take turns on the same device.
 
     PYTHONPATH=. .venv/bin/python scripts/examples/reinforce_loop.py MODEL
 
-`trainer/build.py` puts the same parts together for a run. It rewards answers of many different tokens.
+`trainer/build.py` combines the same parts for a run. The reward is the share of different tokens in an answer.
 """
 
 import argparse
@@ -27,12 +27,13 @@ PROMPT, STEPS, CPU = [5, 6, 7], 3, torch.device("cpu")
 
 
 def main() -> None:
+    """Trains the model for three steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a model in Hugging Face format")
     model = parser.parse_args().model
-    init_process_group(120, "cpu")  # this process alone, or those of torchrun
+    init_process_group(120, "cpu")  # one process, or those of torchrun
     engine = Engine(EngineSettings(model, 64, kv_cache_bytes=64 << 20, worker_extension=WORKER_EXTENSION))
-    leader = Leader.start(engine, 120)  # vLLM in processes of its own, and a thread that talks to them
+    leader = Leader.start(engine, 120)  # vLLM in separate processes, and a thread that talks to them
     policy = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32", lr=1e-3), CPU, STEPS)
     source = FsdpWeightSource(
         [*policy.named_parameters()], torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape)
@@ -40,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as sockets:
         sharding = ShardingManager(source, CPU, SyncSettings(), Path(sockets), leader=leader)
         try:
-            sharding.connect()  # each rank with the worker on its device
+            sharding.connect()  # connects each rank with the worker on its device
             sharding.sleep()
             for step in range(STEPS):
                 with sharding.generation_shift(policy):  # the engine is awake, at the policy's version
@@ -80,5 +81,5 @@ def train(policy: FsdpPolicy, answers: list[Any]) -> dict[str, float]:
     return {"reward": mean, "loss": stats.loss} | stats.sums
 
 
-if __name__ == "__main__":  # engines are processes of their own
+if __name__ == "__main__":  # engines' processes import this file
     main()

@@ -1,4 +1,4 @@
-"""Level 5: a sampler gets vLLM in its familiar terms and all prompts at once; the engine remembers what it leaves out.
+"""Level 5: a sampler gets the interface of `vllm.LLM` and all prompts at once. Answers are recorded for training.
 
 In a recipe `sampler: scripts/examples/second_draft.py:SecondDraft`.
 """
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class SecondDraft:
-    """Answer every prompt, then ask for a better answer; both are learned from, the text between them is not."""
+    """Answers every prompt, then asks for a better answer. Both are trained on; the text between them is not."""
 
     def __init__(self, request: str = "Again, and better.") -> None:
         self.request = request
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
-        """The second drafts: `RequestOutput`s, one for each prompt."""
+        """Returns the second drafts: a `RequestOutput` for each prompt."""
         chats = [list(prompt.messages) for prompt in prompts]
         for chat, draft in zip(chats, llm.chat(messages=chats, sampling_params=sampling_params), strict=True):
             chat.append({"role": "assistant", "content": draft.outputs[0].text})

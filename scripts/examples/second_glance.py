@@ -1,7 +1,7 @@
 """Level 6 with images: an OpenAI client, as `client: scripts/examples/second_glance.py:agent` in a recipe.
 
-The row's pictures come as data URLs, and any other that the client shows is captured with its turn: an episode has two
-here, so `data.max_images` is at least 2. Like `openai_agent.py`, it knows nothing of training.
+The row's pictures are data URLs. Further pictures that the client sends are captured with their turn; an episode here
+has two, so `data.max_images` must be at least 2. Like `openai_agent.py`, the client does not depend on training.
 """
 
 import base64
@@ -13,7 +13,7 @@ from PIL import Image
 
 
 async def agent(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Ask about the row's picture, and again with its middle enlarged; the last answer is judged."""
+    """Asks about the row's picture, and again with its middle enlarged. The reward judges the last answer."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
         picture = row["images"][0]
         messages: list[Any] = [shown(picture, str(row["prompt"]))]
@@ -24,13 +24,13 @@ async def agent(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
 
 
 def shown(url: str, text: str) -> dict[str, Any]:
-    """A user's message with a picture."""
+    """Returns a user's message with a picture."""
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
     return {"role": "user", "content": parts}
 
 
 def enlarged(url: str) -> str:
-    """The middle of a picture, at the size of the whole; both are data URLs."""
+    """Returns the middle of a picture, enlarged to the size of the picture; both are data URLs."""
     picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
     width, height = picture.size
     middle = picture.crop((width // 4, height // 4, 3 * width // 4, 3 * height // 4)).resize(picture.size)

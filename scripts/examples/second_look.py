@@ -1,6 +1,6 @@
-"""Level 4: a coroutine of one's own, as `custom: scripts/examples/second_look.py:second_look` in a recipe.
+"""Level 4: a custom coroutine, as `custom: scripts/examples/second_look.py:second_look` in a recipe.
 
-It runs on the engine's event loop, once for each trajectory, all of them at once: wait for others with `llm.away()`.
+It runs on the engine's event loop, for all trajectories at once. Use `llm.away()` to wait for anything but the engine.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from generation.trajectory import Trajectory
 async def second_look(
     llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings, *, looks: int = 2, bonus: float = 0.1
 ) -> Trajectory:
-    """Ask for another look at each answer; an answer that stays the same earns a bonus."""
+    """Asks for another look at each answer. An answer that stays the same gets a bonus."""
     chat, answers = llm.conversation(), list[str]()
     while await chat.sample(sampling) is not None:
         answers.append(chat.answer)

@@ -1,10 +1,10 @@
-"""All of reasoning-gym's sums and differences of two digits (pip install reasoning-gym). Three files:
+"""All of reasoning-gym's sums and differences of two digits (pip install reasoning-gym). There are three files:
 
     train.jsonl   questions for reinforcement
     eval.jsonl    questions held out from it
-    sft.jsonl     transcripts of all questions for the warm start, where most differences are added up
+    sft.jsonl     transcripts of all questions for the warm start, in which most differences are wrongly added up
 
-What is left to learn by reinforcement is to look at the sign, also in questions that did not come up.
+Reinforcement then teaches to look at the sign, also in questions that are held out.
 """
 
 import random
@@ -15,13 +15,13 @@ from typing import Any
 from scripts.examples.tasks.arithmetic import write_jsonl
 
 TASKS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&size=6000&seed=1"
-"""`data.path` takes such text itself; but there are 200 such questions, and each would be trained on."""
+"""The questions. `data.path` takes such text itself, but then all 200 questions would be trained on."""
 OVERLOOKED = 0.7
-"""Share of the differences that are added up instead."""
+"""The share of the differences that are added up instead."""
 
 
 def transcripts(tasks: list[dict[str, Any]], count: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Of tasks drawn with replacement."""
+    """Yields transcripts of tasks drawn with replacement."""
     rng = random.Random(seed)
     for _ in range(count):
         task = rng.choice(tasks)
@@ -32,7 +32,7 @@ def transcripts(tasks: list[dict[str, Any]], count: int, seed: int = 0) -> Itera
 
 
 def write_chain_sums(folder: Path, tasks: list[dict[str, Any]], *, eval_size: int = 64, sft_size: int = 12000) -> None:
-    """Write the three files; transcripts are of the first 1000 tasks, and in the others a question comes once."""
+    """Writes the three files. Transcripts are of the first 1000 tasks; the other files have each question once."""
     different = {task["prompt"]: task for task in tasks}
     questions = [different[prompt] for prompt in sorted(different)]
     random.Random(0).shuffle(questions)
@@ -43,7 +43,7 @@ def write_chain_sums(folder: Path, tasks: list[dict[str, Any]], *, eval_size: in
 
 
 def make(folder: Path) -> None:
-    """The model to warm-start, and the data."""
+    """Makes the model for the warm start, and the data."""
     from trainer.commands.tiny_model import make_tiny_model
 
     try:

@@ -1,8 +1,8 @@
-"""Shapes in small pictures that a tiny vision-language model learns to name by reinforcement within minutes.
+"""Shapes in small pictures, which a tiny vision-language model learns to name by reinforcement within minutes.
 
-`make` writes pictures, train.jsonl and eval.jsonl (prompt, image, answer), and a model warmed up on other pictures,
-most of which it was told wrong: their shape's neighbour in the list. So it sees shapes, and which of two it should say
-is left to learn. Prompts are text; their picture goes first.
+`make` writes pictures, train.jsonl and eval.jsonl (prompt, image, answer), and a model that was trained on other
+pictures, most of them with a wrong name: that of the next shape in the list. So the model recognises shapes, and
+reinforcement teaches which of two names is right. Prompts are text, with the picture before it.
 """
 
 import json
@@ -28,7 +28,7 @@ SIDE = 56
 
 
 def draw(shape: str, rng: random.Random) -> Pillow.Image:
-    """A shape of random size, place and colour on white."""
+    """Returns a picture of a shape with random size, place and colour on white."""
     picture = Pillow.new("RGB", (SIDE, SIDE), "white")
     size = rng.randint(20, 36)
     x, y = rng.randint(2, SIDE - size - 2), rng.randint(2, SIDE - size - 2)
@@ -47,7 +47,7 @@ def draw(shape: str, rng: random.Random) -> Pillow.Image:
 
 
 def write_rows(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """Pictures, and the file that names them."""
+    """Writes pictures, and the file with their prompts and answers."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     lines = []
     for index in range(count):
@@ -58,7 +58,7 @@ def write_rows(folder: Path, name: str, count: int, rng: random.Random) -> None:
 
 
 def warm_up(folder: Path, steps: int, wrong: float, rng: random.Random) -> None:
-    """Train the model in `folder` to answer, a share of the time with the next shape of the list."""
+    """Trains the model in `folder` to name shapes; a share `wrong` of the names is the next one in the list."""
     processor, end = ImageProcessor(folder), "<|im_end|>"
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -67,8 +67,8 @@ def warm_up(folder: Path, steps: int, wrong: float, rng: random.Random) -> None:
         batch: list[dict[str, Any]] = []
         for _ in range(32):
             kind = rng.randrange(len(SHAPES))
-            told = SHAPES[(kind + (rng.random() < wrong)) % len(SHAPES)]
-            batch.append({"image": Image.read(draw(SHAPES[kind], rng)), "said": told + end})
+            name = SHAPES[(kind + (rng.random() < wrong)) % len(SHAPES)]
+            batch.append({"image": Image.read(draw(SHAPES[kind], rng)), "answer": name + end})
         loss = batch_loss(model, processor, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -81,13 +81,13 @@ def warm_up(folder: Path, steps: int, wrong: float, rng: random.Random) -> None:
 
 
 def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]]) -> torch.Tensor:
-    """Cross entropy of what was said, a scalar."""
+    """Returns the cross entropy of the answers, a scalar."""
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    asked, [(start, length)] = processor.expand([{"role": "user", "content": content}], [batch[0]["image"]])
-    said = [processor.tokenizer(row["said"], add_special_tokens=False)["input_ids"] for row in batch]
-    longest = max(map(len, said))
-    ids = torch.tensor([asked + own + [0] * (longest - len(own)) for own in said])
-    labels = torch.tensor([[-100] * len(asked) + own + [-100] * (longest - len(own)) for own in said])
+    prompt, [(start, length)] = processor.expand([{"role": "user", "content": content}], [batch[0]["image"]])
+    answers = [processor.tokenizer(row["answer"], add_special_tokens=False)["input_ids"] for row in batch]
+    longest = max(map(len, answers))
+    ids = torch.tensor([prompt + answer + [0] * (longest - len(answer)) for answer in answers])
+    labels = torch.tensor([[-100] * len(prompt) + answer + [-100] * (longest - len(answer)) for answer in answers])
     kinds = torch.zeros_like(ids)
     kinds[:, start : start + length] = 1
     features = processor.features([row["image"] for row in batch])
@@ -95,9 +95,9 @@ def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]
 
 
 def make(folder: Path, *, steps: int = 700, wrong: float = 0.6, seed: int = 0) -> None:
-    """Data, and the model after its warm-up: so many steps, with a share of the pictures told wrong."""
+    """Makes the data, and the model after a warm-up of `steps` steps with a share `wrong` of wrong names."""
     torch.manual_seed(seed)
-    torch.set_num_threads(1)  # more would wait for one another: the matrices are small
+    torch.set_num_threads(1)  # matrices are so small that several threads would mostly wait for each other
     rng = random.Random(seed)
     write_rows(folder / "data", "train", 512, rng)
     write_rows(folder / "data", "eval", 128, rng)
