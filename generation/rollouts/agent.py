@@ -24,7 +24,7 @@ _ENVIRONMENT = "it must be a class with a method reset(**row), or a function tha
 
 @dataclass(frozen=True)
 class Agent:
-    """How the policy calls tools. With `describe`, chat templates get the tools' schemas to render a prompt."""
+    """The policy's tools, and the way it calls them. With `describe`, chat templates get the tools' schemas."""
 
     runner: ToolRunner
     parse: CallParser

@@ -156,7 +156,7 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
     app = await build_openai_app(ServedEngine(worker, settings, limits, conversations), settings)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
-    app.user_middleware.clear()  # the gate authenticates, and web pages of other origins are not to be allowed
+    app.user_middleware.clear()  # the gate authenticates, and pages of other origins are to get no CORS headers
 
     @app.exception_handler(RequestValidationError)  # vLLM's own lists every type that pydantic tried, on many lines
     async def invalid(_: Any, error: RequestValidationError) -> "Response":

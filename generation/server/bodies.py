@@ -206,15 +206,15 @@ def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
 
 
 class AnswerSender:
-    """Completes vLLM's answer to one call, and sends it. `kept` stores the responses that later requests continue."""
+    """Completes vLLM's answer to one call, and sends it. `stored` has the responses that later requests continue."""
 
     def __init__(
-        self, request: Request, send: Send, call: ServedCall, kept: StoredResponses, previous: str | None
+        self, request: Request, send: Send, call: ServedCall, stored: StoredResponses, previous: str | None
     ) -> None:
         self._request = request
         self._send = send
         self._call = call
-        self._kept = kept
+        self._stored = stored
         self._previous = previous
         self._path: str = request.scope["path"]
         self._start: Message = {}
@@ -303,8 +303,8 @@ class AnswerSender:
             answer |= {"previous_response_id": self._previous, "store": self._call.items is not None}
             if self._call.items is not None:
                 conversation = self._call.conversation
-                kept = self._kept if conversation is None else conversation.responses
-                kept.keep(answer["id"], self._call.items + answer["output"])
+                stored = self._stored if conversation is None else conversation.responses
+                stored.keep(answer["id"], self._call.items + answer["output"])
 
     def _event(self, event: bytes) -> bytes:
         """Returns one event of a stream. The text is collected, so that the last event can carry ids, as answers do."""

@@ -25,7 +25,7 @@ class ServerSettings:
         port: the port to listen on; 0 takes a free one.
         api_key: the bearer token that clients have to send; the key of an open trajectory is accepted, too. None lets
             in everybody who reaches the address.
-        header_keys: whether a request may open a trajectory of its own, under the key in `x-hotbunk-trajectory`.
+        header_keys: whether a request may open a trajectory, under the key in its header `x-hotbunk-trajectory`.
         sampling: the training configuration; requests that would be sampled otherwise are refused. None accepts all.
         eos_token_ids: ids that end an answer; by default the tokenizer's.
         keep_exact_ids: whether prompts keep the ids of earlier answers; False leaves them to the chat template.
@@ -38,7 +38,7 @@ class ServerSettings:
         max_body_bytes: the largest body of a request. With images, three times the bytes that a trajectory's images may
             have are added, which is room for them twice in base64.
         body_timeout_s: seconds that a client may take to send its request's body.
-        image_rules: how images in chats are treated; None refuses images.
+        image_rules: how images in chats are treated; None: chats have no images.
     """
 
     model_name: str = "policy"
@@ -136,7 +136,7 @@ class ServedConversation:
         sampling: how requests have to be sampled; None leaves that to the client.
         seed: the seed from which the requests' seeds derive; None leaves them to the client.
         policy_version: the only version of the weights that may answer; None allows any.
-        turnstile: has answers grow slice by slice, each by the version of its time; None: answers are not cut.
+        turnstile: makes answers grow slice by slice, each slice by the current version; None: answers are not cut.
         requests: the number of requests so far.
         counts: the conversation's counters, by the names of `FIGURES`.
         responses: the responses that later requests may continue.

@@ -146,9 +146,9 @@ class Gate:
                 raise Refused(400, str(unknown)) from unknown
         lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         call.open_ended = all(body.get(name) is None for name in lengths)
-        kept = (call.conversation or self.conversations).responses
+        stored = (call.conversation or self.conversations).responses
         previous = body.get("previous_response_id") if path == RESPONSES else None
-        items = kept.full_input(body) if path == RESPONSES else bodies.readable_messages(body)
+        items = stored.full_input(body) if path == RESPONSES else bodies.readable_messages(body)
         if call.conversation is not None and path in (CHAT, RESPONSES):
             call.turns = call.conversation.with_empty_answers(items)
             if len(call.turns) > len(items):
@@ -176,7 +176,7 @@ class Gate:
             """Returns the completed body first, and then the client's further messages."""
             return waiting.pop() if waiting else await request.receive()
 
-        answer = AnswerSender(request, send, call, kept, previous)
+        answer = AnswerSender(request, send, call, stored, previous)
         token = CURRENT.set(call if generates else None)
         error = None
         try:
@@ -217,7 +217,7 @@ class Gate:
         if call.conversation is not None and not body.get("continue_final_message"):
             with suppress(*VLLM_ERRORS):  # vLLM will report messages that cannot be read
                 prefix = call.conversation.history.known_prefix(bodies.readable_messages(body))
-        # Captured ids are known to fit, and a client's are checked later: the latter count where they reach further.
+        # Captured ids are known to fit; a client's are checked later, and used only where they cover more messages.
         if prefix is None or (client_prefix is not None and client_prefix.messages > prefix.messages):
             prefix = client_prefix
         if prefix is None:
@@ -286,7 +286,8 @@ class Gate:
         method, content = ("GET", "") if body is None else ("POST", json.dumps(body))
         headers = {"content-type": "application/json"}
         request = httpx.Request(method, f"http://localhost{path}", content=content, headers=headers)
-        answer = await httpx.ASGITransport(self.app).handle_async_request(request)  # a client takes twice as long
+        # Going through httpx.AsyncClient would take twice as long.
+        answer = await httpx.ASGITransport(self.app).handle_async_request(request)
         return answer.status_code, json.loads(await answer.aread())
 
 

@@ -25,10 +25,11 @@ DECODED = 1 << 25
 
 
 def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> PromptInput:
-    """Returns the prompt `rendered` with `ids` in place of its own, and its images where they are among those.
+    """Returns a rendered prompt with other ids: `ids`, which begin with the exact ids unless those could not be kept.
 
-    Where `ids` begin with the exact ids, the ids behind those are the end of `rendered`, and so are the images there.
-    Images within the exact ids are where the captured answer had them. Raises Refused where those are other images.
+    The ids after the exact ids are the end of `rendered`, so images there have the same place, counted from the end.
+    Images within the exact ids have the places that they had in the captured answer. Raises Refused where the messages
+    have other images than the captured answer.
     """
     begin = len(exact.ids)
     if ids == rendered.ids or ids[:begin] != exact.ids:

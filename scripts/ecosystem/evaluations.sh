@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# lm-eval and inspect-ai ask `hotbunk serve` eight questions, half of whose answers are right: both have to say 0.5. Adds to FOLDER/rows.jsonl.
+# Has lm-eval and inspect-ai ask `hotbunk serve` eight questions, of which the model answers half correctly, so that both must report an
+# accuracy of 0.5. Adds rows to FOLDER/rows.jsonl.
 #
 #   bash scripts/ecosystem/evaluations.sh FOLDER
 set -euo pipefail
@@ -47,7 +48,7 @@ for _ in $(seq 240); do
     sleep 0.5
 done
 
-# as NAME FIGURE: a row, and whether the figure is the right one
+# as NAME FIGURE: adds a row, and succeeds if the figure is 0.5
 as() {
     version=$("$python" -c "from importlib.metadata import version; print(version('$1'))")
     echo "$1 $version: accuracy $2"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# An example task, small enough for a laptop: install, make a tiny model, warm-start it on answers that are mostly wrong in one way, and
-# let it learn better by reinforcement, on two ranks with real vLLM engines. Arguments go to the reinforcement:
+# Trains on an example task that suits a laptop: installs, makes a tiny model, warm-starts it on answers that are mostly wrong in one way,
+# and has it improve by reinforcement, on two ranks with real vLLM engines. Arguments go to the reinforcement:
 #
 #   bash scripts/examples/run.sh arithmetic|calculator|chain_sums|shapes [--section.key value ...]
 #
-#   arithmetic   additions that mostly forget their carries
+#   arithmetic   additions that mostly lack their carries
 #   calculator   an agent that mostly guesses, or stops after the first of two calls
-#   chain_sums   reasoning-gym's sums (pip install reasoning-gym), which mostly overlook a minus
+#   chain_sums   reasoning-gym's sums (pip install reasoning-gym), in which a minus is mostly overlooked
 #   shapes       pictures of shapes, mostly named wrong
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -17,7 +17,7 @@ bash scripts/setup.sh
 
 echo "· making a tiny model and its data"
 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} .venv/bin/python -m scripts.examples.make "$task"
-# Two ranks, or one where there is a single GPU, which two cannot share.
+# There are two ranks, or one on a machine with a single GPU, which two ranks cannot share.
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus == 1 ? 1 : 2))}
 if [ -e $recipes/"$task"_sft.yaml ]; then

@@ -184,7 +184,7 @@ def test_setup_passes_over_a_python_without_a_lock_and_says_so(clone: Path, reco
     new_python(clone / "bin")
     done = run_script(clone, "setup.sh", UV_STATUS="0")
     assert done.returncode == 0, done.stderr
-    assert "python3 is Python 3.14.0, for which there is no lock, so that python3.12 is taken" in done.stderr
+    assert "python3 is Python 3.14.0, for which there is no lock, so python3.12 is used" in done.stderr
     assert run_script(clone, "setup.sh", UV_STATUS="0").stderr == ""  # only where something is installed
     taken.unlink()
     refused = run_script(clone, "setup.sh", PYTHON="python3")

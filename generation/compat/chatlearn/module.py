@@ -173,7 +173,8 @@ class VLLMModule:
         module was given its `llm`, whose weights it cannot change.
         """
         if self.llm is not None and self._own is None:
-            raise ValueError(f"load_checkpoint({str(path)!r}): the llm has weights of its own; in training, model.path")
+            remedy = "give the module no llm; in training, set model.path"
+            raise ValueError(f"load_checkpoint({str(path)!r}): the weights of a given llm cannot be changed: {remedy}")
         self.close()
         self.settings.engine["model"] = str(path)
         return self.model_provider()

@@ -102,7 +102,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def slice(self, start: int, end: int) -> Self:
         """Return the samples from `start` up to, but not including, `end`; both must be within the batch."""
         if not 0 <= start <= end <= self.size:
-            raise IndexError(f"samples {start} to {end} of a batch of {self.size}")
+            raise IndexError(f"samples {start} to {end} are not within a batch of {self.size} samples")
         return self._of(lambda value: value[start:end])
 
     def chunk(self, rank: int, chunks: int) -> Self:
@@ -120,7 +120,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         samples; the last parts have fewer, or none.
         """
         if allow_uneven_shards and batch_size is not None:
-            raise ValueError("shards of uneven size are cut from the whole batch: leave batch_size out")
+            raise ValueError("shards of uneven size are always cut from the complete batch: leave batch_size out")
         size = self.size if batch_size is None else batch_size
         divides = size > 0 and self.size % size == 0 and size % shards == 0 if self.size else True
         if shards < 1 or not (allow_uneven_shards or divides):
@@ -150,7 +150,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def truncate_tensors(self, dim: int, length: int) -> Self:
         """Cut tensors that have a dimension `dim` to `length` in it. `dim` must be at least 1."""
         if dim < 1 or length < 0:
-            raise ValueError(f"dimension {dim} cannot be cut to {length}: dimension 0 is the samples'")
+            raise ValueError(f"dimension {dim} cannot be cut to {length}: dim must be at least 1, length at least 0")
 
         def cut(value: Any) -> Any:
             has = isinstance(value, torch.Tensor) and value.dim() > dim

@@ -214,7 +214,7 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
         counts = f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs"
         raise ValueError(f"{counts}: leave it at 1.0, {remedy}")
     if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
-        one, share = "1.0, since Ray gives an engine of several GPUs whole ones", "more than 0, and 1 at most"
+        one, share = "1.0, since an engine of several GPUs gets whole GPUs from Ray", "more than 0, and 1 at most"
         raise ValueError(f"fraction_of_gpus is {fraction_of_gpus}: it must be {one if size > 1 else share}")
     return size * fraction_of_gpus
 

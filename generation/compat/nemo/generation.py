@@ -275,7 +275,7 @@ class VllmGeneration(_Batches, GenerationInterface):
         if left < 1 or left != train_world_size:
             raise ValueError(
                 f"a world of {world_size} with {train_world_size} of the trainer does not fit {len(self.workers)} "
-                f"engines of {size} workers: it must be {world_size - left} more than the trainer's ranks, 1 at least"
+                f"engines of {size} workers: it must be {world_size - left} more than the trainer's ranks, at least 1"
             )
         return [
             worker.submit("init_collective_async", number * size, ip, port, world_size, train_world_size)
@@ -328,7 +328,7 @@ def _bundles(size: int, count: int, ray_chooses: bool) -> Sequence[range | None]
     if 0 < available < size * count:
         needed = f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s"
         remedy = "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"
-        raise ValueError(f"{needed}, here are {available:.0f}: {remedy}")
+        raise ValueError(f"{needed}, but there are {available:.0f}: {remedy}")
     return [None if ray_chooses else range(number * size, (number + 1) * size) for number in range(count)]
 
 

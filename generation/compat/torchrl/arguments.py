@@ -64,7 +64,7 @@ def as_settings(engine_args: Any) -> EngineSettings:
 def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
     """Returns the settings for vLLM's engine arguments. Raises ValueError for one that a service cannot honour."""
     if "worker_extension_cls" in arguments:
-        raise ValueError("worker_extension_cls is the service's own: leave it out")
+        raise ValueError("worker_extension_cls is set by the service: leave it out")
     if arguments.get("distributed_executor_backend") == "ray":
         raise ValueError("distributed_executor_backend: leave it out, and set backend to ray for engines in actors")
     values = {name: value for name, value in arguments.items() if value is not None}

@@ -116,7 +116,7 @@ def test_actors_generate_sleep_and_take_weights(cluster: Cluster, model: Path, t
 
 
 def test_a_cluster_without_room_is_refused_and_left_again(cluster: Cluster, model: Path) -> None:
-    with pytest.raises(ValueError, match="3 engines with tensor_parallel_size 1 need 3 CPUs, here are 2: lower"):
+    with pytest.raises(ValueError, match="3 engines with tensor_parallel_size 1 need 3 CPUs, but there are 2: lower"):
         VllmGeneration(on_ray(model, num_replicas=3))
     with pytest.raises(ValueError, match="bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices"):
         VllmGenerationWorker(on_ray(model), [0])

@@ -190,7 +190,7 @@ def test_what_a_module_decodes_is_the_text_of_each_answer() -> None:
         made.said = said
         with pytest.raises(ValueError, match="not a mapping whose str_outputs has 2 texts: in training they are shown"):
             in_training(made, llm)
-    with pytest.raises(ValueError, match="the llm has weights of its own; in training, model.path"):
+    with pytest.raises(ValueError, match="the weights of a given llm cannot be changed: .*in training, set model.path"):
         made.load_checkpoint("some/where")
 
 

@@ -224,7 +224,7 @@ def test_what_make_async_vllm_engine_starts() -> None:
         resolve("m", pipeline_parallel_size=2, max_model_len=64)
     with pytest.raises(ValueError, match="tensor_parallel_size must be set to 2"):
         resolve("m", 2, tensor_parallel_size=4, max_model_len=64)
-    with pytest.raises(ValueError, match="worker_extension_cls is the service's own"):
+    with pytest.raises(ValueError, match="worker_extension_cls is set by the service"):
         resolve("m", max_model_len=64, worker_extension_cls="x.Y")
     with pytest.raises(ValueError, match="distributed_executor_backend: leave it out, and set backend to ray"):
         resolve("m", max_model_len=64, distributed_executor_backend="ray")

@@ -228,7 +228,7 @@ def test_what_has_no_counterpart_is_refused_in_a_sentence_with_the_remedy() -> N
         (lambda: AsyncVLLM(EngineSettings(model="m", max_model_len=64, extra={"data_parallel_size": 2})),
          "set num_replicas instead"),
         (lambda: settings_of(num_devices=2, tensor_parallel_size=3), "tensor_parallel_size must be set to 2"),
-        (lambda: settings_of(worker_extension_cls="a.B"), "the service's own: leave it out"),
+        (lambda: settings_of(worker_extension_cls="a.B"), "set by the service: leave it out"),
         (lambda: settings_of(pipeline_parallel_size=2), "raise tensor_parallel_size instead"),
         (lambda: service.collective_rpc("x", kwargs={"timeout": 5}), "pass timeout=... beside it"),
         (lambda: settings_of(distributed_executor_backend="ray"), "set backend to ray for engines in actors"),
