@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -154,11 +155,13 @@ def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterat
     """Yields every key with its dotted path, a section before its keys; N is an index in a list, NAME any name."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
-        inner, path = field.annotation, f"{prefix}{name}."
-        if (origin := get_origin(inner)) in (list, dict):
-            inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from known_keys(inner, path)
+        alternatives = [field.annotation, *get_args(field.annotation)]  # of `Section | None`, say, the section
+        for inner in alternatives if get_origin(field.annotation) in (Union, UnionType) else alternatives[:1]:
+            path = f"{prefix}{name}."
+            if (origin := get_origin(inner)) in (list, dict):
+                inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from known_keys(inner, path)
 
 
 def _odd_values(value: Any, *path: str) -> Iterator[str]:

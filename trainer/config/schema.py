@@ -445,7 +445,7 @@ class RolloutConfig(Section):
     max_image_mib: Count = key(32, "most MiB of encoded images that tools, environments or clients add to an episode")
     fetch_images: bool = key(False, "fetch images that clients name by address, from public addresses only")
     slice_tokens: Count | None = key(
-        None, "tokens by which an answer grows in a step; it goes on in the next one, under new weights; null: no limit"
+        None, "tokens by which answers grow at a time; what is unfinished goes on in the next step; null: no limit"
     )
     ahead: Annotated[float, Field(ge=0, le=64)] = key(
         0.0, "extra prompts kept in flight, as a multiple of batch.prompts_per_step"
