@@ -179,7 +179,10 @@ def after_triton_interpreter(module: ModuleType) -> None:
 
 
 def after_triton_attention(module: ModuleType) -> None:
-    """vLLM's attention in plain operations: the interpreter of Triton 3.7 gets products of bfloat16 wrong."""
+    """vLLM's attention in plain operations: the interpreter of Triton 3.7 gets products of bfloat16 wrong.
+
+    In float64, as float32's last bit depends on how much of a prompt is in the cache already, and thus on time.
+    """
 
     def write_cache(key, value, key_cache, value_cache, slots, *_):
         block = key_cache.shape[1]
@@ -195,8 +198,8 @@ def after_triton_attention(module: ModuleType) -> None:
             if end <= begin or length <= 0:
                 continue
             blocks = block_table[row, : -(-length // k.shape[1])].long()
-            keys, values = (x[blocks].flatten(0, 1)[:length].float().transpose(0, 1) for x in (k, v))
-            queries = q[begin:end].float().transpose(0, 1)  # [heads, tokens, size]
+            keys, values = (x[blocks].flatten(0, 1)[:length].double().transpose(0, 1) for x in (k, v))
+            queries = q[begin:end].double().transpose(0, 1)  # [heads, tokens, size]
             group = queries.shape[0] // keys.shape[0]
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
             scores = attention_scores(queries, keys, softmax_scale, True, window_size[0], 0)
