@@ -170,13 +170,15 @@ class ReplicatedEngine(Engine):
         for _ in range(self._count):
             self._start_another()
         no_room = asyncio.get_running_loop().call_later(_ROOM_SECONDS, self._log_no_room)
-        while not (started := [r for r in self._starting if r.started.done()]) or len(started) < sum(
-            r.placed.done() for r in self._starting
-        ):
-            await asyncio.wait([r.started for r in self._starting], timeout=_LOOK_SECONDS)
-            for replica in [r for r in self._starting if r.started.done() and r.started.exception()]:
-                await replica.started  # raises: settings that vLLM rejects would fail again
-        no_room.cancel()
+        try:
+            while not (started := [r for r in self._starting if r.started.done()]) or len(started) < sum(
+                r.placed.done() for r in self._starting
+            ):
+                await asyncio.wait([r.started for r in self._starting], timeout=_LOOK_SECONDS)
+                for replica in [r for r in self._starting if r.started.done() and r.started.exception()]:
+                    await replica.started  # raises: settings that vLLM rejects would fail again
+        finally:
+            no_room.cancel()
 
     def _log_no_room(self) -> None:
         if not any(replica.placed.done() for replica in self._starting):
@@ -195,7 +197,8 @@ class ReplicatedEngine(Engine):
     def _log_start(self, replica: Replica) -> None:
         """Log that a replica has started, unless the run itself is still starting."""
         if self.state.latest >= 0 and not replica.started.cancelled() and replica.started.exception() is None:
-            ready = len(self.members) + sum(r.started.done() for r in self._starting)
+            starts = [r.started for r in self._starting if r.started.done() and not r.started.cancelled()]
+            ready = len(self.members) + sum(start.exception() is None for start in starts)
             log.warning("%s has started: %d of %d replicas from the next update on", replica.name, ready, self._count)
 
     async def join(self) -> bool:
