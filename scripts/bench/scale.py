@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import scale_run
 from transformers import Qwen2Config
 
+from tests.support import forked
 from tests.support.launch import run_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.model_sizes import ModelSizes, model_sizes
@@ -110,6 +111,7 @@ def main() -> None:
     if options.simulated:
         scale_run.simulate(*options.simulated)
         return
+    forked.start_servers()  # from which the real ranks are forked
     with tempfile.TemporaryDirectory() as folder:
         scale_run.make_inputs(Path(folder))
         columns = counts_of(Path(folder), [int(number) for number in options.ranks.split(",")])
