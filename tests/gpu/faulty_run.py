@@ -128,7 +128,9 @@ def shift(count: int = 100) -> bool:
     """Out of memory at each of the first allocations of a shift, of the trainer and of the worker."""
     from tests.gpu.late_shifts import Shifts
     from trainer.distributed import init_process_group
+    from trainer.run import processes
 
+    processes.start_guardian()
     init_process_group(300, "cuda")
     shifts, fine = Shifts("staged"), True
     for who in ("trainer", "worker"):
