@@ -34,7 +34,7 @@ class Agent:
 
 
 def tool_rollout(agent: Agent) -> RolloutFunction:
-    """Level 2: the policy answers and an answer's calls run at once, in turn, until an answer has no call."""
+    """Level 2: answers and tool calls alternate until an answer has no call. The calls of one answer run at once."""
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         """Run one episode."""

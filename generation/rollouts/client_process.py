@@ -184,7 +184,7 @@ class _Process:
         return quiet and not self._reader.at_eof() and not self._ended()
 
     def _ended(self) -> bool:
-        """Returns True if the process has ended. `kill` reaps it, so that no other process gets its id before."""
+        """Returns True if the process has ended. Only `kill` reaps it, so that until then its id stays in use."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:

@@ -258,7 +258,10 @@ class PromptReader:
         return request
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
-        """Return the place that decides the seed of a prompt that is not from the batch: that at the same position."""
+        """Return the place that decides the seed of a prompt that is not from the batch.
+
+        It is that of the batch's prompt at the same position, if the call has as many prompts as the batch.
+        """
         return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
 
@@ -268,7 +271,7 @@ def _input_of(origin: PromptText | Generation) -> PromptInput:
 
 
 def _images_after(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
-    """Return the images behind those of `start`. Raises ValueError if `images` does not begin with those."""
+    """Return the images after those of `start`. Raises ValueError if `images` does not begin with those."""
     if images and images[: len(start.images)] != start.images:
         raise ValueError("a prompt's images must begin with those of the prompt that it continues")
     return images[len(start.images) :]

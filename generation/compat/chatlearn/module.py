@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput, SamplingParams
 
-STEP_REMEDY = "return self.execute_step(data) from forward_step, and vLLM schedules by itself"
+STEP_REMEDY = "return self.execute_step(data) from forward_step, and vLLM schedules the requests"
 _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
 
 
@@ -95,7 +95,7 @@ class ScheduledData(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if key in _SCHEDULED:
-            raise ValueError(f"data[{key!r}] belonged to vLLM's scheduler, which hands it out no more: {STEP_REMEDY}")
+            raise ValueError(f"data[{key!r}] is not available: vLLM's scheduler no longer returns it; {STEP_REMEDY}")
         raise KeyError(key)
 
 
@@ -139,7 +139,7 @@ class VLLMModule:
         self._training_params: SamplingParams | None = None  # set in training only, before `setup` is called
 
     def __getattr__(self, name: str) -> Any:
-        gone = f"{name} belonged to vLLM's inside, which is its own now: {STEP_REMEDY}"
+        gone = f"{name} is not available: it is an internal of vLLM, which manages it itself; {STEP_REMEDY}"
         raise AttributeError(gone if name in _INTERNALS else f"{type(self).__name__} has no attribute {name!r}")
 
     @property

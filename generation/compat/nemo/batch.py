@@ -218,7 +218,7 @@ class GenerationInterface(ABC):
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
         """Announce the weights that will come: name -> (shape, dtype)."""
-        raise NotImplementedError(f"{type(self).__name__} takes no weights while it runs")
+        raise NotImplementedError(f"{type(self).__name__} takes no weights while it is running")
 
     def update_weights_via_ipc_zmq(self) -> list[Future[bool]]:
         """Start to receive weights from trainer ranks on the same devices. Returns one future per engine."""
