@@ -1,4 +1,4 @@
-"""What vLLM makes of our engine arguments on an H100."""
+"""vLLM's configuration of our engine arguments on an H100."""
 
 import dataclasses
 import os

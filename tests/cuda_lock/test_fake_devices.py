@@ -1,5 +1,5 @@
-"""What a rank and a worker compute on a GPU, on tensors that only claim to be there: no device is mixed, and nothing
-waits for it but what is listed.
+"""The computations of a rank and a worker on a GPU, with fake tensors: no operation mixes devices, and none waits for
+the device except those that are listed.
 
 Fake tensors have shapes, dtypes and devices, which every operation checks, and no values. Only torch's build for CUDA
 knows enough of the device for that. Its autograd wants a driver for backward, which
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of the device itself, and is no operation."""
+    """Answers the questions to the device itself, which are not operations."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=80 << 30))
 
@@ -69,12 +69,12 @@ def ranks() -> Iterator[None]:
 
 
 def on_device(value: Any, mode: FakeTensorMode, device: torch.device = CUDA) -> Any:
-    """A tensor, or a dataclass with its tensors, as fakes on the device."""
+    """Returns a tensor, or a dataclass with its tensors, as fakes on the device."""
     if isinstance(value, Tensor):
         with mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {each.name: on_device(getattr(value, each.name), mode) for each in dataclasses.fields(value)}
+        changed = {field.name: on_device(getattr(value, field.name), mode) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **changed)
     return value
 
@@ -179,15 +179,15 @@ class FakeDevice:
 
 
 def cut_parameters(mode: FakeTensorMode) -> list[tuple[str, Tensor]]:
-    """Three of float32 that are sent in bfloat16: whole on each rank, cut by FSDP2, cut by ZeRO-3."""
-    whole, rows, stretch = (on_device(torch.empty(n, 6), mode) for n in (50, 300, 10))
+    """Returns three float32 parameters, sent in bfloat16: one whole on each rank, one cut by FSDP2, one by ZeRO-3."""
+    replicated, rows, stretch = (on_device(torch.empty(n, 6), mode) for n in (50, 300, 10))
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))  # a mesh of GPUs would look for them
     shape = torch.Size((2395, 6))
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(shape, (6, 1), torch.float32))
     cut = DTensor(rows, spec, requires_grad=False)
     zero = on_device(torch.empty(0), mode)
     zero.ds_tensor, zero.ds_shape, zero.ds_process_group = stretch.view(-1), torch.Size((79, 6)), dist.group.WORLD
-    return [("whole", whole), ("cut", cut), ("ZeRO", zero)]
+    return [("whole", replicated), ("cut", cut), ("ZeRO", zero)]
 
 
 def test_weights_are_gathered_without_waiting(ranks: None) -> None:

@@ -107,8 +107,8 @@ def run(name: str, ranks: int, module: list[str], wanted: str, fault: str = "") 
         unlike = {key for row, other in zip(figures, first, strict=False) for key in row if row[key] != other.get(key)}
         ended = done.returncode == 0 and figures == first
         last += ["unlike: " + ", ".join(sorted(unlike))] if unlike else []
-    fine, said = bool(ended and not left), " ".join(last)[:500]
-    print(f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {said} {left or ''}", flush=True)
+    fine, message = bool(ended and not left), " ".join(last)[:500]
+    print(f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {message} {left or ''}", flush=True)
     if not fine:
         print(done.stderr[-3000:], flush=True)
     return fine

@@ -120,7 +120,7 @@ class Shifts:
         print(f"{way}: bytes free, awake and asleep, over 20 shifts: {sorted(set(free))}", flush=True)
 
     def outcome(self, number: int) -> tuple[Any, ...]:
-        """Of a shift: answers, their log-probabilities, digest of the weights, and the device's free bytes."""
+        """Runs a shift; returns answers, log-probabilities, the weights' digest, and free bytes awake and asleep."""
         trial = self.trial
         if number % CYCLE == 0:
             trial.policy.load_state_dict(self.start)
@@ -143,7 +143,7 @@ class Shifts:
         self.in_worker(f"delay({seed})")
 
     def differs(self, number: int, seed: int) -> str:
-        """How a shift whose work runs late is not the one at once; empty: it is."""
+        """Names the results in which a shift with delayed work differs from one without; empty if there are none."""
         try:
             self.delay(seed)
             outcome = self.outcome(number)
@@ -154,7 +154,7 @@ class Shifts:
         return ", ".join(name for name, one, other in parts if one != other)
 
     def without(self, left: list[str], here: bool) -> str:
-        """The first seed at which a shift without these waits differs, and how; empty: none of them does."""
+        """Names the first seed at which a shift without these waits differs, and its results; empty if none differs."""
         leave_out = partial(globals().__setitem__, "left_out") if here else self.leave_out_in_worker
         leave_out(left)
         numbered = ((number, self.differs(number, number + 1)) for number in range(TRIES))
@@ -167,7 +167,7 @@ class Shifts:
         self.in_worker(f"globals().__setitem__('left_out', {left!r})")
 
     def mended(self) -> bool:
-        """Whether policy and engine are as before once the engine sleeps again."""
+        """Returns whether policy and engine compute as before once the engine has slept again."""
         with suppress(Exception):
             self.trial.manager.sleep()
             self.delay(0)

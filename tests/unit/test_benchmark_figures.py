@@ -1,4 +1,4 @@
-"""What the benchmarks make of what they measure."""
+"""The figures that benchmarks compute from their measurements."""
 
 import re
 from pathlib import Path

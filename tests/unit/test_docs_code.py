@@ -29,8 +29,8 @@ COMMAND = re.compile(r"^(\$ |bash |\.venv/bin/|python |hotbunk \w+ )", re.MULTIL
 
 def blocks(language: str) -> list[Any]:
     """(page, reason not to run it, code) of all pages."""
-    found = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
-    kept = [(page, reason, code) for page, reason, kind, code in found if kind == language]
+    matches = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
+    kept = [(page, reason, code) for page, reason, kind, code in matches if kind == language]
     return [pytest.param(reason, code, id=f"{page}-{place}") for place, (page, reason, code) in enumerate(kept)]
 
 
@@ -79,14 +79,16 @@ def test_python_runs(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("reason", "code"), blocks("bash"))
 def test_commands_are_known_and_say_why_they_are_not_run(reason: str, code: str) -> None:
-    """Those of the first hour are run elsewhere, one by one, as far as no training is needed."""
+    """Every command in the documentation exists, and has a reason for not being run here. Another test runs the
+    commands of the first hour that need no training.
+    """
     assert reason
     variables: dict[str, str] = {}
     for line in filter(None, code.splitlines()):
         if assigned := re.fullmatch(r'(\w+)="(.*)"', line):
             variables[assigned[1]] = assigned[2]
             continue
-        line = re.sub(r"\$(\w+)", lambda found: variables[found[1]], line.partition("#")[0])
+        line = re.sub(r"\$(\w+)", lambda match: variables[match[1]], line.partition("#")[0])
         for command in line.split("&&"):
             check(shlex.split(command))
 

@@ -27,12 +27,12 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 def anchors(page: Path) -> set[str]:
     """A page's anchors as GitHub makes them from headings: lower case, no punctuation, hyphens for spaces."""
-    seen, found = Counter[str](), set()
+    seen, slugs = Counter[str](), set()
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        slugs.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
         seen[slug] += 1
-    return found
+    return slugs
 
 
 def current(page: Path) -> str:
@@ -45,8 +45,8 @@ def missing(page: Path, target: str) -> str:
     """The target again if it does not resolve from the page, else nothing."""
     name, _, anchor = target.partition("#")
     file = (page.parent / name).resolve() if name else page
-    found = file.exists() and (not anchor or anchor in anchors(file))
-    return "" if found else target
+    present = file.exists() and (not anchor or anchor in anchors(file))
+    return "" if present else target
 
 
 @pages
@@ -110,5 +110,5 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_the_readme_is_two_screens() -> None:
-    """What does not fit has a page of its own."""
+    """The README has at most 1200 words; longer explanations belong on pages in docs/."""
     assert len((ROOT / "README.md").read_text().split()) <= 1200

@@ -1,4 +1,4 @@
-"""What scripts/try_ecosystem.sh makes of the requests that it has recorded."""
+"""The table that scripts/try_ecosystem.sh makes of the requests that it has recorded."""
 
 import json
 from pathlib import Path
@@ -47,4 +47,6 @@ def test_the_recipe_of_each_trial_is_valid(name: str, tmp_path: Path) -> None:
     """But for what is made only when it runs: models, environments and data."""
     (tmp_path / "r.yaml").write_text(json.dumps(trial.recipe(tmp_path, name, trial.TRIALS[name])))
     problems = find_problems(load_config(tmp_path / "r.yaml", []), "train", {})
-    assert [each for each in problems if not each.startswith(("model.path", "data.path", "rollout.mcp is set"))] == []
+    assert [
+        problem for problem in problems if not problem.startswith(("model.path", "data.path", "rollout.mcp is set"))
+    ] == []

@@ -30,16 +30,16 @@ def without(lock: Lock, name: str) -> Lock:
     [("pycountry", "pydantic-extra-types[pycountry]"), ("torchvision", "vllm"), ("deepspeed", "hotbunk")],
 )
 def test_a_package_taken_out_of_the_cuda_lock_is_named_with_who_asks_for_it(name: str, who: str) -> None:
-    found = problems("cuda", without(read_lock("cuda"), name), stored_or_installed)
-    assert any(line.startswith(f"{who} requires {name}") and line.endswith("which cuda.txt lacks") for line in found)
+    lines = problems("cuda", without(read_lock("cuda"), name), stored_or_installed)
+    assert any(line.startswith(f"{who} requires {name}") and line.endswith("which cuda.txt lacks") for line in lines)
 
 
 @here
 def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = problems(
+    lines = problems(
         "cpu", read_lock("cpu"), lambda name, pin: ["numpy<1.0"] if name == "pandas" else installed(name, pin)
     )
-    assert found == [f"pandas requires numpy<1.0, but cpu.txt has {read_lock('cpu')['numpy']}"]
+    assert lines == [f"pandas requires numpy<1.0, but cpu.txt has {read_lock('cpu')['numpy']}"]
     reasons = check_lock.left_out("cpu")
     assert all(reasons.values())
     monkeypatch.setattr(check_lock, "left_out", lambda _: reasons | {"numpy": "", "nothing": ""})

@@ -105,7 +105,7 @@ def full_disk(programs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lack", "said"),
+    ("lack", "phrases"),
     [
         (old_python, ["Python 3.11, 3.12 or 3.13 is needed", "Python 3.10.4", "PYTHON="]),
         (new_python, ["Python 3.11, 3.12 or 3.13 is needed", "Python 3.14.0", "PYTHON="]),
@@ -117,7 +117,7 @@ def full_disk(programs: Path) -> None:
     ],
 )
 def test_setup_names_what_is_missing_before_it_creates_anything(
-    clone: Path, lack: Callable[[Path], None], said: list[str]
+    clone: Path, lack: Callable[[Path], None], phrases: list[str]
 ) -> None:
     lack(clone / "bin")
     before = sorted(clone.iterdir())
@@ -125,7 +125,7 @@ def test_setup_names_what_is_missing_before_it_creates_anything(
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert not done.stdout
-    assert all(words in done.stderr for words in said), done.stderr
+    assert all(words in done.stderr for words in phrases), done.stderr
     assert sorted(clone.iterdir()) == before
 
 
@@ -398,14 +398,14 @@ def test_tiny_chat_template_continues_what_it_began(smoke_model: Path) -> None:
         options = {"tools": tools, "add_generation_prompt": generate, "tokenize": False}
         return str(tokenizer.apply_chat_template(messages[:count], **options))
 
-    whole = render(5, False)
-    assert whole.startswith(render(2, True))
-    assert whole.startswith(render(4, True))
-    assert whole.count("Be brief.") == 1
-    assert '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 85}}</tool_call><|im_end|>' in whole
-    assert "<|im_start|>tool\n<tool_response>92</tool_response><|im_end|>" in whole
-    assert '"description": "sum of two"' in whole
-    assert whole.endswith("<|im_start|>assistant\n290<|im_end|>\n")
+    transcript = render(5, False)
+    assert transcript.startswith(render(2, True))
+    assert transcript.startswith(render(4, True))
+    assert transcript.count("Be brief.") == 1
+    assert '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 85}}</tool_call><|im_end|>' in transcript
+    assert "<|im_start|>tool\n<tool_response>92</tool_response><|im_end|>" in transcript
+    assert '"description": "sum of two"' in transcript
+    assert transcript.endswith("<|im_start|>assistant\n290<|im_end|>\n")
     plain = tokenizer.apply_chat_template(messages[1:2], add_generation_prompt=True, tokenize=False)
     assert plain == "<|im_start|>user\n07+85=<|im_end|>\n<|im_start|>assistant\n"
 
@@ -415,7 +415,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def carries(prompt: str) -> bool:
-    """Whether tens or units of `ab+cd=` add up to more than a digit."""
+    """Returns whether the tens or the units of `ab+cd=` add up to more than one digit."""
     return any(int(prompt[place]) + int(prompt[place + 3]) > 9 for place in (0, 1))
 
 

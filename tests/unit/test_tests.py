@@ -14,14 +14,14 @@ LONG = 150
 
 def listed() -> dict[str, str]:
     """By module, the second cell of its row in the table of modules that are tested elsewhere."""
-    found = {}
+    descriptions = {}
     for row in README.partition("## Modules that are tested elsewhere")[2].splitlines():
         if len(cells := row.strip("|").split("|")) == 2:
             folder = ""
             for name in re.findall(r"`([^`]+\.py)`", cells[0]):
                 folder = name.rpartition("/")[0] if "/" in name else folder
-                found[name if "/" in name else f"{folder}/{name}"] = cells[1]
-    return found
+                descriptions[name if "/" in name else f"{folder}/{name}"] = cells[1]
+    return descriptions
 
 
 def modules() -> list[str]:

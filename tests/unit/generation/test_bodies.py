@@ -1,4 +1,4 @@
-"""What is wrong with a request's body is told in a sentence about the field, however many types vLLM has tried."""
+"""A mistake in a request's body is reported as one sentence about the field, however many types vLLM has tried."""
 
 from typing import Any
 

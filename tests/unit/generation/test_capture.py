@@ -13,8 +13,8 @@ def generation(prompt: list[int], answer: list[int], version: int = 3, reason: s
 
 def captured(*generations: Generation) -> History:
     history = History()
-    for each in generations:
-        history.capture(each)
+    for generation in generations:
+        history.capture(generation)
     return history
 
 

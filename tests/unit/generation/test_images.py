@@ -60,15 +60,15 @@ def test_a_prompt_is_expanded_as_the_models_own_processor_does_it(
     theirs = AutoProcessor.from_pretrained(folder)
     text = theirs.apply_chat_template([message(*parts)], add_generation_prompt=True)
     pixels, settings = [image.open() for image in images] or None, {"add_special_tokens": False}
-    whole = theirs(text=[text], images=pixels, return_tensors="pt", **settings)
-    assert ids == whole["input_ids"][0].tolist()
+    encoding = theirs(text=[text], images=pixels, return_tensors="pt", **settings)
+    assert ids == encoding["input_ids"][0].tolist()
     marked = [index for start, length in spans for index in range(start, start + length)]
     pad = theirs.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert marked == [index for index, token in enumerate(ids) if token == pad]
     if images:
         features = ours.features(images)
-        assert features.keys() == {name for name in whole if not name.endswith(("_ids", "attention_mask"))}
-        assert all(torch.equal(value, whole[name]) for name, value in features.items())
+        assert features.keys() == {name for name in encoding if not name.endswith(("_ids", "attention_mask"))}
+        assert all(torch.equal(value, encoding[name]) for name, value in features.items())
 
 
 @pytest.mark.parametrize(

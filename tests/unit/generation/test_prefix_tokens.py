@@ -44,9 +44,9 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]], open
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def talk(*said: str) -> list[dict[str, Any]]:
+def talk(*texts: str) -> list[dict[str, Any]]:
     """Messages of user and assistant in turn."""
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def spliced(tokenizer: Any, template: str, ids: list[int], messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
@@ -60,7 +60,7 @@ class Words:
 
     eos_token_id = 2
     chat_template = None
-    said: ClassVar = {
+    texts: ClassVar = {
         17: "4",
         220: " ",
         1001: " 4",
@@ -73,20 +73,21 @@ class Words:
     }
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(self.said.get(i, f"<{i}>") for i in ids if not (skip_special_tokens and i == 2))
+        return "".join(self.texts.get(i, f"<{i}>") for i in ids if not (skip_special_tokens and i == 2))
 
 
 def test_the_examples_of_the_seed() -> None:
     model, until = [11, 12, 13, 40, 41, 220, 17, 2], [11, 12, 13, 40, 41, 1001, 2]
-    whole = [*until, 21, 22, 40, 41]
-    assert replace_prefix_tokens(Words(), model, until, whole) == [*model, 21, 22, 40, 41]
-    assert replace_prefix_tokens(Words(), model[:-1], until, whole) == [*model, 21, 22, 40, 41]  # cut short
-    assert replace_prefix_tokens(Words(), [], until, whole) == whole
+    conversation_ids = [*until, 21, 22, 40, 41]
+    assert replace_prefix_tokens(Words(), model, until, conversation_ids) == [*model, 21, 22, 40, 41]
+    assert replace_prefix_tokens(Words(), model[:-1], until, conversation_ids) == [*model, 21, 22, 40, 41]  # cut short
+    assert replace_prefix_tokens(Words(), [], until, conversation_ids) == conversation_ids
     with pytest.raises(ValueError, match=r"do not belong to the prefix ids: they say .*<41> 4' .* have .*<41>no'"):
-        replace_prefix_tokens(Words(), [11, 12, 13, 40, 41, 99, 2], until, whole)
+        replace_prefix_tokens(Words(), [11, 12, 13, 40, 41, 99, 2], until, conversation_ids)
     # A prefix of a user's words, where no answer has been given yet.
-    until, whole = [5, 94224, 2, 198], [5, 94224, 2, 198, 6, 7, 198]
-    assert replace_prefix_tokens(Words(), [5, 26951, 3834], until, whole) == [5, 26951, 3834, 2, 198, 6, 7, 198]
+    until, conversation_ids = [5, 94224, 2, 198], [5, 94224, 2, 198, 6, 7, 198]
+    expected = [5, 26951, 3834, 2, 198, 6, 7, 198]
+    assert replace_prefix_tokens(Words(), [5, 26951, 3834], until, conversation_ids) == expected
     # v0.4 raised IndexError where all messages are shorter than the prefix.
     with pytest.raises(ValueError, match="its end cannot be found"):
         replace_prefix_tokens(Words(), [11, 12, 2], [11, 12, 2], [11])
@@ -106,8 +107,10 @@ def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -
         with pytest.raises(ValueError, match="do not belong"):
             spliced(tokenizer, QUESTIONS_END, ids, talk("a", "b", message))
     history = ChatHistory(tokenizer)
-    until, whole = (rendered(tokenizer, QUESTIONS_END, talk(*said), len(said) == 3) for said in ("ab", "abc"))
-    assert history.continued(KnownPrefix(ids, 2, rendered=until), whole) == whole
+    until, conversation_ids = (
+        rendered(tokenizer, QUESTIONS_END, talk(*texts), len(texts) == 3) for texts in ("ab", "abc")
+    )
+    assert history.continued(KnownPrefix(ids, 2, rendered=until), conversation_ids) == conversation_ids
     assert history.retemplated == 1
 
 
@@ -144,17 +147,19 @@ def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFas
     messages = [*talk("q0", "a0", "q1", "a1"), {"role": "tool", "content": "42"}, *talk("q2")]
     ids = rendered(tokenizer, CHAT, talk("q0", "a0", "q1", "a1"), False)[:-1]  # sampled up to the end, not the newline
     until = rendered(tokenizer, template, messages[:4], False)
-    whole = rendered(tokenizer, template, messages, True)
-    ends = [i for i, token in enumerate(whole) if token == tokenizer.eos_token_id]
-    assert until.count(tokenizer.eos_token_id) == len(ends)  # so the fourth end of `whole` is the last question's
-    prompt = replace_prefix_tokens(tokenizer, ids, until, whole)
+    conversation_ids = rendered(tokenizer, template, messages, True)
+    ends = [i for i, token in enumerate(conversation_ids) if token == tokenizer.eos_token_id]
+    assert until.count(tokenizer.eos_token_id) == len(
+        ends
+    )  # so the fourth end of the conversation is the last question's
+    prompt = replace_prefix_tokens(tokenizer, ids, until, conversation_ids)
     expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompt[len(ids) :]) == expected
 
 
 @pytest.mark.parametrize("template", [CHAT + OPENING, FORGETFUL, INSTRUCT])
 @pytest.mark.parametrize(
-    "said",
+    "texts",
     [
         ("another question", "one two", "next"),
         ("q0", "one three", "next"),
@@ -163,12 +168,12 @@ def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFas
     ],
 )
 def test_messages_of_another_conversation_are_refused(
-    tokenizer: PreTrainedTokenizerFast, template: str, said: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerFast, template: str, texts: tuple[str, ...]
 ) -> None:
     prompt = rendered(tokenizer, template, talk("q0"), True)
     ids = [*prompt, *tokenizer("one two")["input_ids"], tokenizer.eos_token_id]
     with pytest.raises(ValueError, match="the messages do not belong to the prefix ids: they say '"):
-        spliced(tokenizer, template, ids, talk(*said))
+        spliced(tokenizer, template, ids, talk(*texts))
     assert spliced(tokenizer, template, ids, talk("q0", "one  two", "next"))[: len(ids)] == ids
 
 
@@ -261,8 +266,8 @@ def test_answers_are_recognised_however_a_client_writes_them(tokenizer: PreTrain
     again = call | {"function": {"name": "f", "arguments": '{"y":2,"x":1}'}}
     parts = [{"role": "user", "content": [{"type": "text", "text": "q0"}]}]
     for answer in ({"content": "", "tool_calls": [again], "refusal": None}, {"tool_calls": [call], "reasoning": "r"}):
-        known = history.known_prefix([*parts, {"role": "assistant", **answer}, {"role": "tool", "content": "3"}])
-        assert known == KnownPrefix(generation.ids, 2)
+        prefix = history.known_prefix([*parts, {"role": "assistant", **answer}, {"role": "tool", "content": "3"}])
+        assert prefix == KnownPrefix(generation.ids, 2)
     assert history.known_prefix([*parts, {"role": "assistant", "content": "else"}]) is None
     assert history.known_prefix([*talk("q1"), {"role": "assistant", "tool_calls": [call]}]) is None
 
@@ -277,14 +282,14 @@ def test_where_ids_cannot_be_kept_the_templates_are_taken(tokenizer: PreTrainedT
     assert history.retemplated == 1
 
 
-@pytest.mark.parametrize("said", ["on", "one t"])
+@pytest.mark.parametrize("answer_text", ["on", "one t"])
 def test_an_answer_that_a_stop_string_has_cut_within_a_word_is_kept(
-    said: str, tokenizer: PreTrainedTokenizerFast
+    answer_text: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """The client has the text before the stop string, the ids have all that was sampled."""
     ids = [*rendered(tokenizer, CHAT + OPENING, talk("q"), True), *tokenizer("one two")["input_ids"]]
     after = "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
-    whole = [*ids, *tokenizer(after, add_special_tokens=False)["input_ids"]]
-    assert spliced(tokenizer, CHAT + OPENING, ids, talk("q", said, "r")) == whole
+    conversation_ids = [*ids, *tokenizer(after, add_special_tokens=False)["input_ids"]]
+    assert spliced(tokenizer, CHAT + OPENING, ids, talk("q", answer_text, "r")) == conversation_ids
     with pytest.raises(ValueError, match="do not belong to the prefix ids"):
-        spliced(tokenizer, CHAT + OPENING, ids, talk("q", f"n{said}", "r"))
+        spliced(tokenizer, CHAT + OPENING, ids, talk("q", f"n{answer_text}", "r"))

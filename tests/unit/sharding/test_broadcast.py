@@ -80,7 +80,7 @@ class Apart:
         return [self.pool.submit(worker.update_weights_from_collective, 20.0) for worker in self.workers]
 
     def nbytes(self, *names: str) -> int:
-        """Of one send of these weights, or of all."""
+        """Returns the bytes that one send of these weights takes; without names, one send of all weights."""
         parameters = [p for p in self.source.parameters() if not names or p.name in names]
         return BucketPlan(parameters, 1 << 20).nbytes
 

@@ -128,8 +128,8 @@ def test_a_stray_beside_the_worker_is_not_heard(tmp_path: Path) -> None:
     worker = connect(listener.endpoint, listener.secret, "cpu:0", pid=1)
     listener.accept(5, "cpu:0")
     stray = Channel(raw_socket(listener.endpoint))
-    for channel, said in ((stray, "a lie"), (worker, "the truth")):
-        channel.send("done", said=said)
+    for channel, text in ((stray, "a lie"), (worker, "the truth")):
+        channel.send("done", said=text)
     assert listener.receive(5, "answer")["said"] == "the truth"
     with pytest.raises(TimeoutError):
         listener.receive(0.5, "answer")

@@ -15,13 +15,13 @@ EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 32
 
 
 def by_loop(states: Tensor, w1: Tensor, w2: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
-    found = torch.zeros(states.shape)
+    output = torch.zeros(states.shape)
     for token, chosen in enumerate(ids.tolist()):
         for place, expert in enumerate(chosen):
             gate, up = linear(states[token].float(), w1[expert].float()).chunk(2)
             done = linear(silu(gate) * up, w2[expert].float())
-            found[token] += done if weights is None else done * weights[token, place]
-    return found
+            output[token] += done if weights is None else done * weights[token, place]
+    return output
 
 
 @pytest.mark.parametrize(("top_k", "weighted"), [(3, False), (1, False), (1, True)])
@@ -32,7 +32,9 @@ def by_loop(states: Tensor, w1: Tensor, w2: Tensor, weights: Tensor | None, ids:
 def test_plain_experts_are_a_loop_over_tokens_and_vllms_kernel(
     tokens: int, dtype: torch.dtype, bound: float, top_k: int, weighted: bool
 ) -> None:
-    """Some experts have no token, at one token most of them. States may come weighted, then an expert is alone."""
+    """Plain experts equal a loop over tokens and vLLM's kernel, also where experts have no token. Inputs that are
+    weighted already have one expert a token.
+    """
     states = torch.randn(tokens, HIDDEN).to(dtype)
     w1 = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8).to(dtype)
     w2 = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / 6).to(dtype)
@@ -52,10 +54,12 @@ def test_plain_experts_are_a_loop_over_tokens_and_vllms_kernel(
     [{"has_bias": True}, {"activation": MoEActivation.GELU}, {"moe_parallel_config": SimpleNamespace(use_ep=True)}],
 )
 def test_other_experts_are_left_to_vllm(other: dict[str, object]) -> None:
-    own = {
+    config = {
         "has_bias": False,
         "activation": MoEActivation.SILU,
         "moe_parallel_config": SimpleNamespace(use_ep=False),
     }
-    supported, reason = PlainExperts.is_supported_config(PlainExperts, SimpleNamespace(**own | other), None, None, None)
+    supported, reason = PlainExperts.is_supported_config(
+        PlainExperts, SimpleNamespace(**config | other), None, None, None
+    )
     assert not supported and reason

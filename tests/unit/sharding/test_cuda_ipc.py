@@ -111,7 +111,7 @@ def script() -> Script:
 
 @pytest.fixture
 def buckets() -> StagedBuckets:
-    """Of a worker on CUDA, so that it collects as it would there."""
+    """The buckets of a worker on CUDA, so that it collects them as it would there."""
     return StagedBuckets(SimpleNamespace(device=torch.device("cuda", 0)))
 
 

@@ -40,8 +40,8 @@ def places(view: View) -> list[int]:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("columns", [1200, 1203])
 def test_sums_are_what_python_integers_give(dtype: torch.dtype, turned: bool, columns: int) -> None:
-    """Of two blocks, of which the second is shorter, behind an element that puts them off the words of memory; from 9
-    lines of words to more than a page.
+    """The sums of two blocks equal those of Python integers. The second block is shorter, one element in front puts
+    both off the words of memory, and they have from 9 lines of words to more than a page.
     """
     memory = (torch.randn(1 + 90 * columns, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
     weight = memory[1:].view(90, columns)
@@ -151,7 +151,7 @@ def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, se
 
 
 def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | None) -> bytes:
-    """What a rank that holds [begin, end) of the flat weight says of a view of it."""
+    """Returns the packed sums that a rank holding [begin, end) of the flat weight computes for a view of the weight."""
     views = [(int(read.storage_offset()), tuple(read.shape), read.stride())]
     values = weight.view(-1)[begin:end]
     blocks = (part_of(part, values, begin) for parts in cut(views, seed) for part in parts)

@@ -42,7 +42,7 @@ def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int]
     parameter = SourceParameter("fused", padded.nbytes, pieces, shards)
     plan = BucketPlan([parameter, SourceParameter("behind", 8, (Piece("b", "float32", (2,), 0),))], bound, unsplit=())
     assert plan.capacity <= max(bound, shards * ALIGNMENT)
-    found = {piece.name: torch.full(piece.shape, -2.0) for piece in pieces}
+    tensors = {piece.name: torch.full(piece.shape, -2.0) for piece in pieces}
     for bucket in plan.buckets:
         buffer = torch.full((bucket.nbytes // 4,), -3.0)
         for slot in bucket.slots:
@@ -51,10 +51,10 @@ def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int]
                 buffer[slot.offset // 4 :][: part.numel()] = part.reshape(-1)
         for got in [*bucket.stretches(), *map(whole_stretch, bucket.pieces())]:
             if got.name != "b":
-                target = found[got.name][got.first : got.first + got.count]
+                target = tensors[got.name][got.first : got.first + got.count]
                 assert (target == -2).all(), "it came before"
                 target.copy_(buffer[got.offset // 4 :][: got.count])
-    assert torch.equal(torch.cat([*found.values()]), torch.arange(ends[-1], dtype=torch.float32))
+    assert torch.equal(torch.cat([*tensors.values()]), torch.arange(ends[-1], dtype=torch.float32))
 
 
 def whole_stretch(piece: Piece) -> Stretch:
@@ -63,8 +63,8 @@ def whole_stretch(piece: Piece) -> Stretch:
 
 def test_what_has_to_be_whole_is_not_cut() -> None:
     pieces = (Piece("a", "uint8", (3000,), 0), Piece("b", "uint8", (3000,), 3000))
-    for whole, capacity in ((("b",), 6144), (("c",), 1024), (None, 6144)):
-        assert BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, whole).capacity == capacity
+    for uncut_names, capacity in ((("b",), 6144), (("c",), 1024), (None, 6144)):
+        assert BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, uncut_names).capacity == capacity
 
 
 def test_the_largest_weights_of_7b_in_bfloat16_go_through_a_gibibyte() -> None:
@@ -98,12 +98,12 @@ def test_a_copy_is_cut_to_what_counting_elements_says(
 
 
 def started(
-    tmp_path: Path, rank: int = 0, ranks: int = 1, times: int = TIMES, **others: object
+    tmp_path: Path, rank: int = 0, ranks: int = 1, times: int = TIMES, **options: object
 ) -> tuple[InProcess, dict[str, Tensor]]:
     """After the first sync, which records; the weights are others by now."""
     weights = small_weights(0, times)
     source = FsdpWeightSource(list(weights.items()), torch.float32)
-    both = InProcess(source, SmallModel(rank, ranks, times=times), tmp_path, **({"bucket_bytes": BUCKET} | others))
+    both = InProcess(source, SmallModel(rank, ranks, times=times), tmp_path, **({"bucket_bytes": BUCKET} | options))
     both.sync(1)
     for weight in weights.values():
         weight.add_(torch.randn(weight.shape))
@@ -111,7 +111,7 @@ def started(
 
 
 def opened_and_closed(both: InProcess) -> tuple[int, int]:
-    """How often the worker has mapped staging memory, and let it go."""
+    """Returns how many times the worker has mapped staging memory, and how many times it has unmapped it."""
     return both.manager.report.staging_opened, both.manager.report.staging_closed
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_byte_in_a_part_is_found_and_named(tmp_path: Path, name: str, st
 
 
 def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> None:
-    """Some of them share a bucket that have none in common with all others between them."""
+    """Weights that are sent again share buckets, although the full plan puts each into a bucket of its own."""
     weights = {name: torch.randn(count) for name, count in {"a": 384, "b": 512, "c": 256, "d": 512}.items()}
     model = Flat(weights)
     source = FsdpWeightSource(list(weights.items()), torch.float32)

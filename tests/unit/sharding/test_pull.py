@@ -35,11 +35,11 @@ class Pulled(InProcess):
         dtype: torch.dtype = torch.float32,
         rank: int = 0,
         ranks: int = 1,
-        own: torch.dtype = torch.float32,
+        policy_dtype: torch.dtype = torch.float32,
         adapted: tuple[str, ...] = (),
     ) -> None:
         """`adapted`: the weights with an adapter."""
-        self.weights = {name: weight.to(own) for name, weight in small_weights(0).items()}
+        self.weights = {name: weight.to(policy_dtype) for name, weight in small_weights(0).items()}
         self.adapters = {
             name: LowRank(torch.randn(2, self.weights[name].shape[1]), torch.randn(len(self.weights[name]), 2), 0.5)
             for name in adapted
@@ -83,19 +83,19 @@ def pulled(tmp_path: Path) -> Iterator[Pulled]:
 
 
 def mapped() -> int:
-    """How many mappings of shards this process has; the trainer's own is one."""
+    """Counts this process's mappings of shards, including the trainer's."""
     return Path("/proc/self/maps").read_text().count("hotbunk-shards")
 
 
 DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
-@pytest.mark.parametrize(("own", "dtype"), DTYPES)
+@pytest.mark.parametrize(("policy_dtype", "dtype"), DTYPES)
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
 def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
-    tmp_path: Path, own: torch.dtype, dtype: torch.dtype, rank: int, ranks: int
+    tmp_path: Path, policy_dtype: torch.dtype, dtype: torch.dtype, rank: int, ranks: int
 ) -> None:
-    both = Pulled(tmp_path, dtype, rank, ranks, own)
+    both = Pulled(tmp_path, dtype, rank, ranks, policy_dtype)
     first = both.manager.report
     assert first.staging_bytes > BUCKETS and first.unreplayable == {"scaled": "its loader computes with it"}
     for version in (2, 3):
@@ -106,13 +106,18 @@ def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
     both.manager.close()
 
 
-@pytest.mark.parametrize(("own", "dtype"), DTYPES)
+@pytest.mark.parametrize(("policy_dtype", "dtype"), DTYPES)
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
 def test_a_worker_adds_the_adapters_of_what_it_reads_and_nothing_more_is_staged(
-    tmp_path: Path, own: torch.dtype, dtype: torch.dtype, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    policy_dtype: torch.dtype,
+    dtype: torch.dtype,
+    rank: int,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(low_rank, "BLOCK", 1)  # a row at a time
-    both = Pulled(tmp_path, dtype, rank, ranks, own, adapted=("a", "columns"))
+    both = Pulled(tmp_path, dtype, rank, ranks, policy_dtype, adapted=("a", "columns"))
     for version in (2, 3):
         both.train_and_sync(version)
         report = both.manager.report
@@ -129,10 +134,10 @@ def test_a_wrong_byte_in_what_is_read_of_a_factor_is_named(
     read = MappedShards._whole
 
     def spoiled(self: MappedShards, shape: list[int], parts: list) -> torch.Tensor:
-        whole = read(self, shape, parts)
+        tensor = read(self, shape, parts)
         if shape[factor] == 2:
-            whole.view(torch.uint8)[0, 1] ^= 4
-        return whole
+            tensor.view(torch.uint8)[0, 1] ^= 4
+        return tensor
 
     with monkeypatch.context() as patch, pytest.raises(RemoteError, match="not hold what was sent: columns differ"):
         patch.setattr(MappedShards, "_whole", spoiled)

@@ -35,8 +35,8 @@ def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
                 allreduce_objects(None, lambda lower, higher: None)
             return str(caught.value)
 
-        def broken(told: list[Any], whom: int, group: Any, dead: int = dead) -> list[Any]:
-            return ["gone", None] if whom == dead else swap(told, whom, group)
+        def broken(messages: list[Any], whom: int, group: Any, dead: int = dead) -> list[Any]:
+            return ["gone", None] if whom == dead else swap(messages, whom, group)
 
         with patch.object(ranks, "_swap", broken):
             assert on_ranks(count, told) == ["gone"] * count
@@ -45,8 +45,8 @@ def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
 def test_what_fails_on_a_gpu_is_told_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    told = r"phase sending weights failed on rank 0: OutOfMemoryError on cuda:1: CUDA out of memory"
-    with pytest.raises(RemoteError, match=told), agreed("sending weights"):
+    message = r"phase sending weights failed on rank 0: OutOfMemoryError on cuda:1: CUDA out of memory"
+    with pytest.raises(RemoteError, match=message), agreed("sending weights"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(RemoteError, match="failed on rank 0: ValueError: 3"), agreed("sending weights"):
         raise ValueError(3)

@@ -53,20 +53,20 @@ MANIFEST = {name: [list(shape), "float32"] for name, shape in SHAPES.items()}
 def weights(seed: int, start: int = 0) -> list[tuple[str, Tensor]]:
     """All weights, at changing places of one buffer."""
     buffer = torch.randn(start + sum(map(math.prod, SHAPES.values())), generator=torch.Generator().manual_seed(seed))
-    found, end = [], start
+    tensors, end = [], start
     for name, shape in SHAPES.items():
-        found.append((name, buffer[end : end + math.prod(shape)].view(shape)))
+        tensors.append((name, buffer[end : end + math.prod(shape)].view(shape)))
         end += math.prod(shape)
-    return found
+    return tensors
 
 
-def record(model: nn.Module, sent: list[tuple[str, Tensor]], whole: bool = False) -> Recording:
+def record(model: nn.Module, sent: list[tuple[str, Tensor]], complete: bool = False) -> Recording:
     watcher = LoadWatcher()
     watcher.recording = recording = Recording(MANIFEST, parameter_storages(model))
     watcher.expect(sent)
     with watcher:
         model.load_weights(sent)
-    recording.check(whole)
+    recording.check(complete)
     return recording
 
 
@@ -88,8 +88,8 @@ def test_a_replay_leaves_what_the_loaders_would() -> None:
 
 
 def test_a_weight_that_is_not_read_whole_is_left_to_its_loader_unless_ranks_share_it() -> None:
-    assert "columns" in record(Fused(), weights(0), whole=True).unreplayable
-    assert "columns" not in record(Fused(), weights(0), whole=False).unreplayable
+    assert "columns" in record(Fused(), weights(0), complete=True).unreplayable
+    assert "columns" not in record(Fused(), weights(0), complete=False).unreplayable
 
 
 class Overlapping(nn.Module):
@@ -122,7 +122,7 @@ def test_a_recording_fits_only_the_memory_and_the_weights_it_is_of() -> None:
 
 
 def test_a_recording_keeps_no_staging_memory_alive() -> None:
-    """What was mapped for an update can be given back after it."""
+    """A recording has no reference to memory that was mapped for an update: it can be unmapped afterwards."""
     model, sent = Fused(), weights(0)
     key = storage_key(sent[0][1])
     recording = record(model, sent)
@@ -183,12 +183,12 @@ def test_coverage_is_what_counting_elements_says(views: list, elements: int) -> 
 
 
 def test_the_coverage_of_cut_tensors_is_exact() -> None:
-    whole = torch.arange(24).view(4, 6)
+    tensor = torch.arange(24).view(4, 6)
     for parts in (
-        [whole[:, :2], whole[:, 2:]],
-        [whole[:1], whole[1:]],
-        [whole.t()],
-        [whole[:2, 3:], whole[:2, :3], whole[2:]],
+        [tensor[:, :2], tensor[:, 2:]],
+        [tensor[:1], tensor[1:]],
+        [tensor.t()],
+        [tensor[:2, 3:], tensor[:2, :3], tensor[2:]],
     ):
         views = [(int(p.storage_offset()), tuple(p.shape), p.stride()) for p in parts]
         assert _covers_once(views, 24) and not _covers_once(views[1:], 24) and not _covers_once([*views, views[0]], 24)

@@ -24,7 +24,7 @@ from sharding.send.source import FsdpWeightSource
 
 
 class Params:
-    """Of a `SamplingParams` what a request takes; importing vLLM here would change what later tests find."""
+    """The part of `SamplingParams` that a request uses; importing vLLM would change the state for later tests."""
 
     class Kind(Enum):
         DELTA, FINAL_ONLY = range(2)

@@ -33,10 +33,10 @@ def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
     return loader
 
 
-def whole(name: str, *pieces: tuple[str, tuple[int, ...], int]) -> SourceParameter:
+def source_parameter(name: str, *pieces: tuple[str, tuple[int, ...], int]) -> SourceParameter:
     """A parameter of float32 pieces: name, shape, offset in bytes."""
-    found = tuple(Piece(n, "float32", shape, offset) for n, shape, offset in pieces)
-    return SourceParameter(name, sum(4 * torch.Size(p.shape).numel() for p in found), found)
+    parts = tuple(Piece(n, "float32", shape, offset) for n, shape, offset in pieces)
+    return SourceParameter(name, sum(4 * torch.Size(p.shape).numel() for p in parts), parts)
 
 
 def opened(shared: SharedWeights, parameters: list[SourceParameter]) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def test_what_the_trainer_writes_is_in_the_model_and_nothing_else_changes(
 ) -> None:
     model, weights, before = shared
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "moved as they were"
-    parameters = [whole(n, (n, tuple(w.shape), 0)) for n, w in small_weights(1).items() if n != "scaled"]
+    parameters = [source_parameter(n, (n, tuple(w.shape), 0)) for n, w in small_weights(1).items() if n != "scaled"]
     memory = opened(weights, parameters)
     for name, weight in small_weights(1).items():
         if name != "scaled":
@@ -76,10 +76,10 @@ def test_a_fused_parameter_is_found_where_its_parts_are_neighbours(
 ) -> None:
     """Transformers keeps some weights fused, as vLLM does: then one is the other."""
     model, weights, _ = shared
-    fused = whole("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
+    fused = source_parameter("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
     memory = opened(weights, [fused])
     assert torch.equal(memory["ab"].view(20, 6), model.rows)
-    turned = whole("ba", ("b", (8, 6), 0), ("a", (12, 6), 8 * 6 * 4))
+    turned = source_parameter("ba", ("b", (8, 6), 0), ("a", (12, 6), 8 * 6 * 4))
     with pytest.raises(SyncError, match="keeps the parts of ba apart.*set sync.way to staged"):
         opened(weights, [turned])
 
@@ -137,14 +137,14 @@ def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
     loader = loaded(model, ["a", "b", "columns", "norm"])
     assert loader.recording is not None
     SharedWeights(model, loader.recording, CPU)
-    others = {name: weight for name, weight in small_weights(2).items() if name != "scaled"}
+    new_weights = {name: weight for name, weight in small_weights(2).items() if name != "scaled"}
     again = WeightLoader(model, Worker.of(model).vllm_config, recording=loader.recording)  # type: ignore[arg-type]
-    again.begin({name: [list(w.shape), "float32"] for name, w in others.items()})
+    again.begin({name: [list(w.shape), "float32"] for name, w in new_weights.items()})
     assert again.recording is loader.recording
-    again.load(list(others.items()))
+    again.load(list(new_weights.items()))
     again.finish()
-    assert torch.equal(model.rows, torch.cat([others["a"], others["b"]]))
-    assert torch.equal(model.columns, others["columns"]) and torch.equal(model.norm, others["norm"])
+    assert torch.equal(model.rows, torch.cat([new_weights["a"], new_weights["b"]]))
+    assert torch.equal(model.columns, new_weights["columns"]) and torch.equal(model.norm, new_weights["norm"])
 
 
 def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(monkeypatch: pytest.MonkeyPatch) -> None:

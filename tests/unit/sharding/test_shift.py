@@ -207,11 +207,11 @@ def test_the_first_parameter_that_is_not_finite_is_named_whichever_rank_has_it(r
 
     def clause(bad: dict[str, int]) -> str:
         """`bad`: of each parameter the rank that holds an infinity."""
-        whole, cut = torch.zeros(3, 2), torch.empty(0)
+        full_tensor, cut = torch.zeros(3, 2), torch.empty(0)
         cut.ds_tensor = torch.zeros(4)  # type: ignore[attr-defined]
-        parameters = {"a": whole, "b": cut}
+        parameters = {"a": full_tensor, "b": cut}
         for name, where in bad.items():
-            held = whole if name == "a" else cut.ds_tensor  # type: ignore[attr-defined]
+            held = full_tensor if name == "a" else cut.ds_tensor  # type: ignore[attr-defined]
             held.view(-1)[-1] = math.inf if where == rank() else 0.0
         return culprits(SimpleNamespace(named_parameters=lambda: iter(parameters.items())))  # type: ignore[arg-type]
 
@@ -221,5 +221,5 @@ def test_the_first_parameter_that_is_not_finite_is_named_whichever_rank_has_it(r
         ({"b": last}, "the policy's parameter b holds values that are not finite"),
         ({"a": last, "b": 0}, "the policy's parameter a (the first of 2) holds values that are not finite"),
     ):
-        found = on_ranks(ranks, functools.partial(clause, bad))
-        assert len(set(found)) == 1 and found[0].startswith(expected)
+        clauses = on_ranks(ranks, functools.partial(clause, bad))
+        assert len(set(clauses)) == 1 and clauses[0].startswith(expected)

@@ -83,11 +83,11 @@ class SleepingModel(SmallModel):
         """Something of every weight, of padding, of the buffer, and of the cache after it was written."""
         self.cache.copy_(self.rows[:4])
         sums = [self.cache, self.rows, self.columns, self.norm, self.scaled, self.vocabulary]
-        return torch.stack([each.sum() for each in sums]).outer(self.frequencies)
+        return torch.stack([partial.sum() for partial in sums]).outer(self.frequencies)
 
 
 def expected(weights: dict[str, Tensor]) -> Tensor:
-    """What `generate` makes of these weights."""
+    """Returns the result of `generate` with these weights."""
     a, b, columns, norm, scaled, vocabulary = (weights[name].sum() for name in sorted(weights))
     assert sorted(weights)[2:] == ["columns", "norm", "scaled", "vocabulary"]
     sums = [weights["a"][:4].sum(), a + b, columns, norm, 2 * scaled, vocabulary]
@@ -112,7 +112,7 @@ class SleepingWorker(Worker):
         self._sleep_saved_draft_buffers: dict[str, Tensor] = {}
 
 
-class FakeLLM:
+class SleepingLLM:
     """An AsyncLLM with one worker."""
 
     errored = False
@@ -177,7 +177,7 @@ class Shifts:
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1 << 30, 2 << 30))
         monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
         self.engine = Engine(EngineSettings("none", 64, device_indices=(0,)))
-        self.engine._llm = FakeLLM(SleepingWorker(self.model), self.allocator)  # type: ignore[assignment]
+        self.engine._llm = SleepingLLM(SleepingWorker(self.model), self.allocator)  # type: ignore[assignment]
         self.thread = Thread()
         self.manager = ShardingManager(
             FsdpWeightSource(list(self.policy.weights.items()), torch.float32),
@@ -197,11 +197,11 @@ class Shifts:
             return self.model.generate()
 
     def shift(self) -> None:
-        """What is generated in a shift is of the policy's weights."""
+        """Runs a generation shift after a training step, and checks that it generates with the policy's weights."""
         self.policy.train()
         with self.manager.generation_shift(self.policy):
-            found = self.generate()
-        torch.testing.assert_close(found, expected(self.policy.weights))
+            output = self.generate()
+        torch.testing.assert_close(output, expected(self.policy.weights))
 
 
 @pytest.fixture

@@ -42,9 +42,9 @@ def writer(folder: Path, tensors: dict[str, torch.Tensor], timeout: float = 30.0
 def read(
     folder: Path, between: Callable[[int], None] = lambda number: None, threads: int = 1
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """What a worker would load; `between` is called before each bucket."""
+    """Returns the version and the weights that a worker would load; `between` is called before each bucket."""
     carrier = StorageCarrier(str(folder), CPU, 5.0, verify=False, threads=threads)
-    found: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
     version = -1
     try:
         while (message := carrier.next())["kind"] != "end":
@@ -56,24 +56,24 @@ def read(
                 for name, dtype, shape, offset in message["pieces"]:
                     size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
                     piece = memory[offset : offset + size].view(getattr(torch, dtype)).view(shape)
-                    found[name] = piece.clone()
+                    loaded[name] = piece.clone()
             carrier.answer()
     finally:
         carrier.leave({})
-    return version, found
+    return version, loaded
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def assert_equal(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_what_is_read_is_what_was_written_every_tensor_of_it(tmp_path: Path) -> None:
     for version in range(4):
         writer(tmp_path, weights(version)).write(version)
-        found_version, found = read(tmp_path)
+        found_version, loaded = read(tmp_path)
         assert found_version == version
-        assert_equal(found, weights(version))
+        assert_equal(loaded, weights(version))
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "slot-0", "slot-1"]
 
 
@@ -99,9 +99,9 @@ def test_as_many_buckets_are_read_at_a_time_as_threads_are_asked_for(
                 at_once -= 1
 
     monkeypatch.setattr(storage, "_read", reading)
-    version, found = read(tmp_path, threads=threads)
+    version, loaded = read(tmp_path, threads=threads)
     assert (version, most) == (3, min(threads, 6))
-    assert_equal(found, tensors)
+    assert_equal(loaded, tensors)
 
 
 def test_a_reader_keeps_its_update_while_the_next_one_is_written(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_a_reader_keeps_its_update_while_the_next_one_is_written(tmp_path: Path)
         if number == 1:
             writer(tmp_path, weights(1)).write(1)
 
-    version, found = read(tmp_path, write_next)
+    version, loaded = read(tmp_path, write_next)
     assert version == 0
-    assert_equal(found, weights(0))
+    assert_equal(loaded, weights(0))
     assert read(tmp_path)[0] == 1
 
 
@@ -128,9 +128,9 @@ def test_a_writer_waits_for_the_readers_of_the_slot_it_is_to_write(tmp_path: Pat
                 writer(tmp_path, weights(2), timeout=0.2).write(2)
             refused.append(str(caught.value))
 
-    version, found = read(tmp_path, write_twice)
+    version, loaded = read(tmp_path, write_twice)
     assert version == 0
-    assert_equal(found, weights(0))
+    assert_equal(loaded, weights(0))
     assert "slot-0 is still being read" in refused[0]
     assert read(tmp_path)[0] == 1  # the refused one never existed
     writer(tmp_path, weights(2)).write(2)
@@ -157,9 +157,9 @@ def test_a_writer_that_fails_leaves_the_update_before_it(tmp_path: Path, monkeyp
     monkeypatch.setattr("os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(RemoteError, match="No space left"):
         writer(tmp_path, weights(1)).write(1)
-    version, found = read(tmp_path)
+    version, loaded = read(tmp_path)
     assert version == 0
-    assert_equal(found, weights(0))
+    assert_equal(loaded, weights(0))
 
 
 def test_damage_is_found_and_named(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
         read(tmp_path)
     writer(tmp_path, weights(0)).write(0)
     slot = tmp_path / json.loads((tmp_path / MANIFEST).read_text())["slot"]
-    whole = slot.read_bytes()
-    slot.write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
+    content = slot.read_bytes()
+    slot.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
     with pytest.raises(SyncError, match=r"bucket \d of .*slot-0, with \w+, is not what was written there"):
         read(tmp_path)
-    slot.write_bytes(whole[:-600])
+    slot.write_bytes(content[:-600])
     with pytest.raises(SyncError, match="ends inside of bucket"):
         read(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": 9}')

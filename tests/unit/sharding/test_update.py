@@ -83,7 +83,7 @@ def test_an_update_that_breaks_off_is_aborted_once_and_the_way_is_told_why() -> 
 
 
 def test_an_update_never_asks_which_way_it_has() -> None:
-    """Of names in the code, since comments may speak of ways."""
+    """No name in the code of `update` is that of a way; comments may mention ways."""
     tree = ast.parse(Path(update.__file__).read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}

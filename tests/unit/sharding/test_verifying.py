@@ -1,4 +1,4 @@
-"""What a sync is compared by: a wrong byte anywhere between the ranks' shards and the engine is found and named."""
+"""A verified sync finds and names a wrong byte anywhere between the ranks' shards and the engine."""
 
 import dataclasses
 from collections.abc import Callable
@@ -53,10 +53,10 @@ def in_staging(both: InProcess, patch: pytest.MonkeyPatch) -> str:
     views = receiver.Receiver._views
 
     def flipped(self: receiver.Receiver, carrier: object, message: dict) -> list:
-        found = views(self, carrier, message)
+        tensors = views(self, carrier, message)
         if message["kind"] == "bucket":
-            dict(found)["b"].view(torch.int32)[3, 2] ^= 1
-        return found
+            dict(tensors)["b"].view(torch.int32)[3, 2] ^= 1
+        return tensors
 
     patch.setattr(receiver.Receiver, "_views", flipped)
     return "b"

@@ -84,5 +84,5 @@ def test_two_real_members_join_through_gloo(board: GroupStore) -> None:
     made.append(BroadcastGroup(board, 0, 2, torch.device("cpu"), HOST, 30))
     other.join(30)
     assert len(made) == 2
-    for each in made:
-        each.close()
+    for member in made:
+        member.close()

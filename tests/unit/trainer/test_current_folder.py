@@ -51,7 +51,7 @@ def folder(tmp_path: Path, tiny_model: TinyModel) -> Path:
 
 
 def processes(folder: Path, command: Sequence[str], **environment: str) -> int:
-    """How many processes imported the user's module in a dry run; each must have found our packages."""
+    """Counts the processes that imported the user's module in a dry run; each must have imported our packages."""
     done = subprocess.run(
         [*command, "train", "recipe.yaml", "--dry-run"],
         cwd=folder,
@@ -62,9 +62,9 @@ def processes(folder: Path, command: Sequence[str], **environment: str) -> int:
     )
     assert done.returncode == 0 and "prompts_per_step: 2" in done.stdout, done.stderr
     ours = [f"{ROOT}/{name}/__init__.py" for name in ("generation", "sharding", "trainer")]
-    found = [file.read_text().split() for file in folder.glob("witness-*")]
-    assert all(paths == ours for paths in found), found
-    return len(found)
+    witnesses = [file.read_text().split() for file in folder.glob("witness-*")]
+    assert all(paths == ours for paths in witnesses), witnesses
+    return len(witnesses)
 
 
 def test_the_console_script_runs_ours_here_and_in_spawned_processes(folder: Path) -> None:

@@ -37,7 +37,7 @@ def texts(dataset: PromptDataset) -> list[str]:
 
 
 def held_out(data: DataConfig, **named: dict[str, Any]) -> dict[str, PromptDataset]:
-    """What a recipe with this data section and these entries of eval.datasets evaluates on."""
+    """Returns the held-out datasets of a recipe with this data section and these entries of eval.datasets."""
     config = TrainConfig.model_validate({"model": {"path": "m"}, "data": data, "eval": {"datasets": named}})
     return {name: load_held_out(dataset, data, small_tokenizer()) for name, dataset in config.eval.datasets.items()}
 
@@ -247,7 +247,7 @@ def test_rows_of_reasoning_gym_are_made_as_the_path_says_and_judged_by_the_libra
     path = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&size=5&seed=7"
     rows = load_rows(path, None, "train")
     theirs = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=3, size=5, seed=7)
-    assert [(row["prompt"], row["answer"]) for row in rows] == [(each["question"], each["answer"]) for each in theirs]
+    assert [(row["prompt"], row["answer"]) for row in rows] == [(item["question"], item["answer"]) for item in theirs]
     (judge,) = bind_rewards([("reasoning_gym", {})])
     for row, entry in zip(rows, theirs, strict=True):
         for text, answer in (

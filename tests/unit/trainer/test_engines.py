@@ -1,4 +1,4 @@
-"""What an engine is started with, and what is there before."""
+"""The settings that an engine is started with, and the checks before its start."""
 
 from pathlib import Path
 from typing import Any

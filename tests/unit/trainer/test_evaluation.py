@@ -1,4 +1,4 @@
-"""What held-out answers are worth: each dataset's figures, their mean, and nothing drawn that training would draw."""
+"""Evaluation on held-out prompts: each dataset's figures, their mean, and no random number that training would draw."""
 
 import asyncio
 import random
@@ -78,13 +78,13 @@ def test_figures_of_a_dataset_by_hand() -> None:
 def test_checks_that_failed_are_no_wrong_answers_in_silence() -> None:
     late = {"reward_error": "match took longer", "metrics": {"reward/errors/match/timeout": 1.0}}
     failed = answer(1, 0, "x", 0.0, error="reward: match took longer", **late)
-    found = as_answers([answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)])
+    answers = as_answers([answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)])
     plain = as_answers([answer(0, 0, "4", 1.0)])
-    assert dataset_figures(found, "match", EvalConfig())["misjudged"] == 0.25
+    assert dataset_figures(answers, "match", EvalConfig())["misjudged"] == 0.25
     assert "misjudged" not in dataset_figures(plain, "match", EvalConfig())
-    figures = evaluation_metrics({"a": plain, "b": found}, "match", EvalConfig())
+    figures = evaluation_metrics({"a": plain, "b": answers}, "match", EvalConfig())
     assert (figures["eval/b/misjudged"], figures["eval/misjudged"]) == (0.25, 0.125)
-    (line,) = failure_lines(found, reward_errors(found), "count as wrong")
+    (line,) = failure_lines(answers, reward_errors(answers), "count as wrong")
     assert (
         line == "rewards failed on 1 answers (match/timeout 1), 1 of which count as wrong; the first: match took longer"
     )
@@ -258,7 +258,7 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
     monkeypatch.setattr(command, "engine_settings", lambda *_: engine.settings)
     asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)
     assert command.evaluate(asked, tmp_path / "eval") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at")
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at")
     assert not (tmp_path / "eval").exists()
     assert engine.state.memory is Memory.CLOSED

@@ -62,8 +62,8 @@ def test_images_come_from_a_column_or_from_messages_in_the_order_of_places(folde
         {"messages": [{"role": "user", "content": "no image"}], "seen": []},
     ]
     data = load(folder, rules, *rows, image_key="seen")
-    found = [[image.size for image in prompt.images] for prompt in data]
-    assert found == [SIZES, SIZES[:2], []]
+    sizes = [[image.size for image in prompt.images] for prompt in data]
+    assert sizes == [SIZES, SIZES[:2], []]
     expanded = rules.processor.expand(
         [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, text]}],
         [Image.read(folder / path) for path in paths[:2]],
@@ -151,8 +151,8 @@ def test_a_reward_gets_the_pictures_by_name_and_completions_have_small_copies(tm
     [reward] = bind_rewards([(f"{tmp_path / 'seen.py'}:seen", {})])
     offered = {"images": images((98, 70), (30, 200))}
     assert reward("", {name: offered.get(name) for name in OFFERED}) == 128
-    shown = Image.read(thumbnail(offered["images"][1]))
-    assert shown.size == (10, 64)
+    small_copy = Image.read(thumbnail(offered["images"][1]))
+    assert small_copy.size == (10, 64)
 
 
 def test_a_checkpoint_has_the_images_of_carried_answers_once(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_checkpoint_has_the_images_of_carried_answers_once(tmp_path: Path) -> 
     (tmp_path / "carried_0.msgpack").write_bytes(data)
     [group] = read_groups(tmp_path)
     assert group == CarriedGroup(4, 2, done=done)
-    assert [t.images[0].data for own in group.done.values() for t in own] == [seen.data] * 4
+    assert [t.images[0].data for trajectories in group.done.values() for t in trajectories] == [seen.data] * 4
 
 
 def test_a_tool_may_reply_with_pictures_whose_words_are_cut_as_others(rules: ImageRules) -> None:
@@ -197,34 +197,38 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
     folder: Path, rules: ImageRules, tiny_vlm: Callable[..., Path], one_rank: None
 ) -> None:
     paths = [f"pictures/{width}.png" for width, _ in SIZES]
-    shown = {"role": "user", "content": [{"type": "image", "image": paths[2]}, {"type": "text", "text": "this?"}]}
-    said = {"role": "assistant", "content": "a star"}
+    image_turn = {"role": "user", "content": [{"type": "image", "image": paths[2]}, {"type": "text", "text": "this?"}]}
+    reply = {"role": "assistant", "content": "a star"}
     # What comes after the last answer is not trained, its image neither.
-    talk = [{"role": "user", "content": "what?"}, said, shown, said, shown]
+    talk = [{"role": "user", "content": "what?"}, reply, image_turn, reply, image_turn]
     rows = [{"prompt": "what?", "seen": paths[:2], "completion": "a <circle>"}, {"messages": talk, "seen": []}]
-    config, found = warm_start(folder, tiny_vlm(), *rows)
-    first, second = found.samples
+    config, data = warm_start(folder, tiny_vlm(), *rows)
+    first, second = data.samples
     [prompt] = load(folder, rules, {"prompt": "what?", "seen": paths[:2]}, image_key="seen")
     tokenizer, length = rules.processor.tokenizer, len(prompt.token_ids)
     assert first.input_ids[:length] == list(prompt.token_ids) and first.image_spans == prompt.image_spans
     assert tokenizer.decode(first.input_ids[length:]) == "a <circle><|im_end|>"
     assert first.loss_mask == [0] * length + [1] * (len(first.input_ids) - length)
-    plain = [{"role": "user", "content": "what?"}, said, {**shown, "content": [{"type": "image"}, shown["content"][1]]}]
+    plain = [
+        {"role": "user", "content": "what?"},
+        reply,
+        {**image_turn, "content": [{"type": "image"}, image_turn["content"][1]]},
+    ]
     pictures = [Image.read(folder / path) for path in paths]
-    expected, spans = rules.processor.expand([*plain, said], pictures[2:], add_generation_prompt=False)
+    expected, spans = rules.processor.expand([*plain, reply], pictures[2:], add_generation_prompt=False)
     assert second.input_ids == expected[: len(second.input_ids)] and second.image_spans == spans
     learned = [token for token, mine in zip(second.input_ids, second.loss_mask, strict=True) if mine]
     assert tokenizer.decode(learned) == "a star<|im_end|>" * 2
     assert first.images == second.images == ()  # read when they are trained
     sizes = SimpleNamespace(tokens_worth=lambda count: count, image_token=0.0)
     policy: Any = SimpleNamespace(work=SimpleNamespace(of=sizes), device="cpu")
-    batches = batches_of(found.samples, config, 0, policy)
+    batches = batches_of(data.samples, config, 0, policy)
     places = [(place.image.digest, place.length) for batch in batches for place in batch.images]
     assert sorted(places) == sorted((image.digest, rules.processor.tokens(image.size)) for image in pictures)
     picture(31, 31).save(folder / paths[0])
     with pytest.raises((UserError, RemoteError), match="image 1 of row 0 of .* has changed since the data were read"):
-        batches_of(found.samples, config, 0, policy)
-    assert warm_start(folder, tiny_vlm(), *rows)[1].fingerprint() != found.fingerprint()
+        batches_of(data.samples, config, 0, policy)
+    assert warm_start(folder, tiny_vlm(), *rows)[1].fingerprint() != data.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -261,16 +265,16 @@ def test_keys_about_images_that_do_not_fit_are_told_before_anything_is_loaded(
     recipe |= {"run": {"output_dir": str(tmp_path)}, "reward": {"functions": ["exact_match"]}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    found = find_problems(load_config(tmp_path / "recipe.yaml", overrides), "train", {})
-    assert any(sentence in problem for problem in found)
+    problems = find_problems(load_config(tmp_path / "recipe.yaml", overrides), "train", {})
+    assert any(sentence in problem for problem in problems)
 
 
 def test_small_copies_of_what_was_seen_stay_whole_in_completions(tmp_path: Path) -> None:
-    shown = [thumbnail(image) for image in images((98, 70))]
-    assert len(shown[0]) > 4000  # longer than a text may be
+    copies = [thumbnail(image) for image in images((98, 70))]
+    assert len(copies[0]) > 4000  # longer than a text may be
     tracker = make_tracker(tmp_path, {}, "run", TrackingConfig(wandb="disabled"))
-    tracker.completions(1, [{"text": "x" * 5000, "images": shown}])
+    tracker.completions(1, [{"text": "x" * 5000, "images": copies}])
     tracker.log(1, {})
     tracker.close()
     [row] = map(json.loads, (tmp_path / "completions.jsonl").read_text().splitlines())
-    assert row["images"] == shown and "characters)" in row["text"]
+    assert row["images"] == copies and "characters)" in row["text"]

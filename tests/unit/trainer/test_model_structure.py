@@ -26,7 +26,7 @@ TOKENS = 24
 
 
 def counted(model: Any, ids: torch.Tensor) -> tuple[int, int]:
-    """What torch counts of a forward pass, and of the backward pass after it."""
+    """Returns torch's counts of FLOPs of a forward pass, and of the backward pass after it."""
     with FlopCounterMode(display=False) as forward:
         loss = model(ids).logits.float().square().sum()
     with FlopCounterMode(display=False) as backward:

@@ -17,8 +17,8 @@ from trainer.rollouts.pool import StepAbandoned
 from trainer.run.watchdog import Watchdog
 
 
-class Engine:
-    """A leader and its engine in one; `deaths` are what it says when it is asked, in order."""
+class DyingEngine:
+    """A leader and its engine in one, which reports one of `deaths` each time it is asked, in order."""
 
     def __init__(self, deaths: list[str], starts: list[Exception | None] | None = None) -> None:
         self.deaths, self.starts, self.calls = deaths, starts or [], list[str]()
@@ -41,10 +41,10 @@ class Engine:
         self.is_closed = False
 
 
-class Shifts:
-    """What restarts see of a sharding manager."""
+class FakeManager:
+    """The part of a sharding manager that restarts use."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: DyingEngine | None) -> None:
         self.engine, self.tenants = engine, list[Any]()
 
     def restart(self, start: Any, *tenants: Any) -> None:
@@ -72,15 +72,15 @@ class Phases:
         """No timer."""
 
 
-def restarts(engine: Engine | None, device: str = "cpu", **sections: Any) -> EngineRestarts:
-    found = EngineRestarts(make_config(**sections), torch.device(device), Phases())  # type: ignore[arg-type]
-    found._leader = engine  # type: ignore[assignment]
-    found.sharding = Shifts(engine)  # type: ignore[assignment]
-    return found
+def restarts(engine: DyingEngine | None, device: str = "cpu", **sections: Any) -> EngineRestarts:
+    manager = EngineRestarts(make_config(**sections), torch.device(device), Phases())  # type: ignore[arg-type]
+    manager._leader = engine  # type: ignore[assignment]
+    manager.sharding = FakeManager(engine)  # type: ignore[assignment]
+    return manager
 
 
 def test_the_fourth_death_within_an_hour_ends_the_run_with_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine([f"its process {number} has ended" for number in range(6)])
+    engine = DyingEngine([f"its process {number} has ended" for number in range(6)])
     again, failure = restarts(engine), RemoteError("phase rollout failed on rank 0")
     clock = iter([0.0, 100.0, 3500.0, 3650.0, 3699.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -89,20 +89,20 @@ def test_the_fourth_death_within_an_hour_ends_the_run_with_the_causes(monkeypatc
     assert engine.calls == ["close", "start"] * 4 and again.sharding.tenants == ["policy"] * 4  # type: ignore[attr-defined]
     with pytest.raises(
         RemoteError, match="4 engines have died within an hour, more than engine.restarts=3 allows"
-    ) as told:
+    ) as caught:
         again.after(failure, "policy")  # type: ignore[arg-type]
     for number in (1, 2, 3, 4):
-        assert f"the engine of rank 0: its process {number} has ended" in str(told.value)
-    assert str(failure) in str(told.value) and "process 0" not in str(told.value)
+        assert f"the engine of rank 0: its process {number} has ended" in str(caught.value)
+    assert str(failure) in str(caught.value) and "process 0" not in str(caught.value)
 
 
 def test_a_failure_of_which_no_engine_has_died_ends_the_run_as_it_is() -> None:
-    engine = Engine([])
+    engine = DyingEngine([])
     failure = RemoteError("phase rollout failed on rank 0: RewardError")
     failure.__cause__ = UserError("the reward")
-    with pytest.raises(RemoteError) as told:
+    with pytest.raises(RemoteError) as caught:
         restarts(engine).after(failure)
-    assert told.value is failure and isinstance(failure.__cause__, UserError) and engine.calls == []
+    assert caught.value is failure and isinstance(failure.__cause__, UserError) and engine.calls == []
 
 
 def test_only_the_dead_engine_starts_again_and_all_ranks_go_along() -> None:
@@ -110,19 +110,19 @@ def test_only_the_dead_engine_starts_again_and_all_ranks_go_along() -> None:
 
     def one() -> tuple[list[str], list[Any]]:
         deaths = {0: [], 2: ["gone", "it was not started"]}
-        engine = Engine(deaths[rank()], [RuntimeError("killed"), None]) if rank() in deaths else None
+        engine = DyingEngine(deaths[rank()], [RuntimeError("killed"), None]) if rank() in deaths else None
         again = restarts(engine)
         again.after(RemoteError("a failure"), "policy")  # type: ignore[arg-type]
         assert len(again._deaths) == 2
         return engine.calls if engine else [], again.sharding.tenants  # type: ignore[attr-defined]
 
-    told = on_ranks(4, one)
-    assert [calls for calls, _ in told] == [[], [], ["close", "start", "close", "start"], []]
-    assert [tenants for _, tenants in told] == [["policy", "policy"]] * 4
+    results = on_ranks(4, one)
+    assert [calls for calls, _ in results] == [[], [], ["close", "start", "close", "start"], []]
+    assert [tenants for _, tenants in results] == [["policy", "policy"]] * 4
 
 
 def test_a_run_that_is_asked_to_end_starts_none_and_keeps_its_policy() -> None:
-    engine = Engine(["gone"])
+    engine = DyingEngine(["gone"])
     again = restarts(engine)
     again._watchdog.called_at = 1.0
     with pytest.raises(StepAbandoned):
@@ -131,7 +131,7 @@ def test_a_run_that_is_asked_to_end_starts_none_and_keeps_its_policy() -> None:
 
 
 def test_weights_that_were_the_dead_engine_s_end_the_run() -> None:
-    engine = Engine(["gone"])
+    engine = DyingEngine(["gone"])
     with pytest.raises(RemoteError, match="with sync.way: zero_copy, the policy's weights were lost with the engine"):
         restarts(engine, "cuda", sync={"way": "zero_copy"}).after(RemoteError("a failure"))
     assert "start" not in engine.calls

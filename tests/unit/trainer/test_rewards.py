@@ -86,15 +86,15 @@ UNUSABLE = {
 
 def children() -> list[psutil.Process]:
     """This process's descendants that a pool has started, watchers and workers."""
-    found = []
+    workers = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found += [child] * ("--multiprocessing-fork" in child.cmdline())
-    return found
+            workers += [child] * ("--multiprocessing-fork" in child.cmdline())
+    return workers
 
 
 def grandchildren() -> list[psutil.Process]:
-    """What a reward function started and nobody ended: told by its argument, as it may have lost its parent."""
+    """Lists processes that a reward function started and nobody ended, by their argument: parents may be gone."""
     mark = f"100{os.getpid()}"
     return [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
 
@@ -118,8 +118,8 @@ def pool(rogue: str) -> Iterator[RewardPool]:
 
 def score(pool: RewardPool, *completions: str, row: dict | None = None) -> list[RewardResult]:
     async def all_of_them() -> list[RewardResult]:
-        given = {"answer": "true"} if row is None else row
-        calls = (pool.score(prompt="p", completion=text, row=given, finish_reason="stop") for text in completions)
+        data_row = {"answer": "true"} if row is None else row
+        calls = (pool.score(prompt="p", completion=text, row=data_row, finish_reason="stop") for text in completions)
         return await asyncio.wait_for(asyncio.gather(*calls), 60)
 
     return LOOP.run(all_of_them())
@@ -232,8 +232,8 @@ def test_what_a_function_started_ends_with_its_worker_wherever_it_has_gone(tmp_p
     marks = [f"1{os.getpid()}{last}" for last in (1, 2)]
 
     def started() -> list[str]:
-        found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-        return [mark for mark in marks if ["sleep", mark] in found]
+        commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        return [mark for mark in marks if ["sleep", mark] in commands]
 
     with RewardPool(config) as pool:
         assert score(pool, marks[0])[0].failures == {"starts": "timeout"}

@@ -365,7 +365,7 @@ async def late(seconds: float) -> float:
 
 
 async def listened(seconds: list[float], timeout: float | None = None) -> list[tuple[int, float]]:
-    return [found async for found in as_ready(map(late, seconds), timeout)]
+    return [result async for result in as_ready(map(late, seconds), timeout)]
 
 
 def test_results_in_order_of_readiness_and_never_after_the_deadline() -> None:

@@ -28,7 +28,7 @@ PAGE = [  # every hyper-parameter of ChatLearn's tables
 
 
 class FakeLLM:
-    """Remembers what it was asked; answers with the prompt's length."""
+    """An LLM that records its calls and answers with the prompt's length."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], list[Any]]] = []
@@ -92,10 +92,10 @@ def test_every_hyper_parameter_of_the_page_is_known() -> None:
     ],
 )
 def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where: str, expected: Any) -> None:
-    found: Any = read_settings(SIZES | args)
+    setting: Any = read_settings(SIZES | args)
     for part in where.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    assert found == expected
+        setting = setting[part] if isinstance(setting, dict) else getattr(setting, part)
+    assert setting == expected
 
 
 @pytest.mark.parametrize(

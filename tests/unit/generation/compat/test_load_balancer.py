@@ -13,7 +13,7 @@ import pytest
 from generation.compat.load_balancer import EngineLoad, LoadBalancer, routing_key
 
 
-class Engine:
+class LoadedEngine:
     """An engine with a fixed load, which counts how often it was asked."""
 
     def __init__(self, pending: int = 0, usage: float | None = 0.0) -> None:
@@ -38,7 +38,7 @@ class Service:
     """As an AsyncVLLM looks to the balancer."""
 
     def __init__(self, *pending: int) -> None:
-        self.actors = [Engine(count, 0.5) for count in pending]
+        self.actors = [LoadedEngine(count, 0.5) for count in pending]
 
     def get_num_unfinished_requests(self) -> list[int]:
         return [engine.pending for engine in self.actors]
@@ -47,8 +47,8 @@ class Service:
         return [engine.usage for engine in self.actors]
 
 
-def engines(*pending: int) -> list[Engine]:
-    return [Engine(count) for count in pending]
+def engines(*pending: int) -> list[LoadedEngine]:
+    return [LoadedEngine(count) for count in pending]
 
 
 def chosen(balancer: LoadBalancer, prompt: Any = None, times: int = 40) -> set[int]:
@@ -64,7 +64,7 @@ def at(balancer: LoadBalancer, index: int) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((Engine(),),), "actors must be either an AsyncVLLM instance or a list of actors"),
+        (((LoadedEngine(),),), "actors must be either an AsyncVLLM instance or a list of actors"),
         ((7,), "actors must be either an AsyncVLLM instance or a list of actors"),
         (([],), "No actors provided"),
         ((SimpleNamespace(actors=[]),), "No actors provided"),
@@ -123,16 +123,16 @@ def test_the_engine_with_fewest_requests_is_chosen(pending: tuple[int, ...], exp
     [((0.1, 0.1 + 5e-7), {0, 1}), ((0.1, 0.1 + 2e-6), {0}), ((0.9, 0.2, 0.5), {1}), ((0.0, 0.0), {0, 1})],
 )
 def test_the_engine_with_the_least_kv_cache_in_use_is_chosen(usages: tuple[float, ...], expected: set[int]) -> None:
-    assert chosen(LoadBalancer([Engine(0, usage) for usage in usages], "kv-cache")) == expected
+    assert chosen(LoadBalancer([LoadedEngine(0, usage) for usage in usages], "kv-cache")) == expected
 
 
 def test_equal_kv_cache_is_decided_by_requests() -> None:
-    assert chosen(LoadBalancer([Engine(4, 0.5), Engine(1, 0.5), Engine(0, 0.9)], "kv-cache")) == {1}
+    assert chosen(LoadBalancer([LoadedEngine(4, 0.5), LoadedEngine(1, 0.5), LoadedEngine(0, 0.9)], "kv-cache")) == {1}
 
 
 def test_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
     """The seed made one up; here the next strategy decides."""
-    balancer = LoadBalancer([Engine(2, 0.1), Engine(0, None)], ["kv-cache", "requests"])
+    balancer = LoadBalancer([LoadedEngine(2, 0.1), LoadedEngine(0, None)], ["kv-cache", "requests"])
     assert chosen(balancer) == {1}
     assert "engine 1 has not reported its KV-cache use" in caplog.text
 
@@ -154,8 +154,8 @@ def test_the_same_engine_in_every_process() -> None:
         "b = LoadBalancer([E() for _ in range(64)])\n"
         "print([b.select_actor(p) for p in ('What is 2+2?', [1, 2, 3], 'naïve', (7,))])\n"
     )
-    own = LoadBalancer(engines(*[0] * 64))
-    here = str([own.select_actor(p) for p in ("What is 2+2?", [1, 2, 3], "naïve", (7,))])
+    balancer = LoadBalancer(engines(*[0] * 64))
+    here = str([balancer.select_actor(p) for p in ("What is 2+2?", [1, 2, 3], "naïve", (7,))])
     for hash_seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", program],
@@ -242,13 +242,13 @@ def test_statistics_have_the_promised_keys() -> None:
         "round_robin_index",
         "actor_stats",
     }
-    stats = LoadBalancer([Engine(3, 0.25), Engine(0, None)]).get_stats()
+    stats = LoadBalancer([LoadedEngine(3, 0.25), LoadedEngine(0, None)]).get_stats()
     assert set(stats) == keys
     assert stats["actor_stats"] == [
         {"actor_index": 0, "pending_requests": 3, "cache_usage": 0.25},
         {"actor_index": 1, "pending_requests": 0, "cache_usage": None},
     ]
-    gone = LoadBalancer([Engine()])
+    gone = LoadBalancer([LoadedEngine()])
     gone.actors.clear()
     assert gone.get_stats()["actor_stats"] == [] and "error" not in gone.get_stats()
     broken = LoadBalancer([Broken()]).get_stats()

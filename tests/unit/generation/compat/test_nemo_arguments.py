@@ -150,15 +150,15 @@ def taking_arguments(kind: type) -> list[str]:
 
 def heard_of(method: Any, heard: list[Any]) -> dict[str, Any]:
     """Call it with a value for each argument; the arguments whose values nobody has heard of."""
-    given = {name: VALUES[name] for name in parameters_of(method)}
-    if "endpoints" in given and inspect.iscoroutinefunction(method):
-        given["endpoints"] = given["endpoints"][0]
-    result = method(**given)
+    arguments = {name: VALUES[name] for name in parameters_of(method)}
+    if "endpoints" in arguments and inspect.iscoroutinefunction(method):
+        arguments["endpoints"] = arguments["endpoints"][0]
+    result = method(**arguments)
     if inspect.iscoroutine(result):
         asyncio.run(result)
     text = repr(heard)
     plain = {"state_dict_info": "a.weight", "endpoints": "secret"}
-    return {name: value for name, value in given.items() if plain.get(name, repr(value)) not in text}
+    return {name: value for name, value in arguments.items() if plain.get(name, repr(value)) not in text}
 
 
 @pytest.mark.parametrize("name", taking_arguments(VllmAsyncGenerationWorker))
@@ -186,9 +186,9 @@ def test_every_argument_reaches_the_workers(name: str) -> None:
 
 def test_constructors_take_what_is_shown_to_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` bounds every wait: here that for an engine which does not start."""
-    shown = ["self", "config", "bundle_indices", "fraction_of_gpus", "seed"]
-    assert parameters_of(VllmAsyncGenerationWorker.__init__) == shown
-    assert parameters_of(VllmGenerationWorker.__init__) == [*shown, "timeout"]
+    expected = ["self", "config", "bundle_indices", "fraction_of_gpus", "seed"]
+    assert parameters_of(VllmAsyncGenerationWorker.__init__) == expected
+    assert parameters_of(VllmGenerationWorker.__init__) == [*expected, "timeout"]
     assert parameters_of(VllmGeneration.__init__) == ["self", "config", "timeout"]
 
     async def start(worker: VllmAsyncGenerationWorker) -> None:

@@ -1,4 +1,4 @@
-"""What ChatLearn's module and the thread's samplers document is used, refused, or has its row in docs/interfaces.md."""
+"""Every argument documented for ChatLearn's module and samplers is used, refused, or listed in docs/interfaces.md."""
 
 import inspect
 import re
@@ -42,13 +42,13 @@ SAMPLER = {"sampler": "a:b"}
 
 def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe that agrees with `SIZES`."""
-    known = {"engine": {"max_model_len": 64}, "sampling": {"max_tokens": 16}, "model": {"path": "m"}}
-    merged = {key: known.get(key, {}) | sections.get(key, {}) for key in known | sections} | {"rollout": SAMPLER}
+    defaults = {"engine": {"max_model_len": 64}, "sampling": {"max_tokens": 16}, "model": {"path": "m"}}
+    merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections} | {"rollout": SAMPLER}
     return TrainConfig.model_validate({"data": {"path": "d"}} | merged).model_dump()
 
 
 def refusal(work: Callable[[], Any], name: str) -> bool:
-    """Whether a ValueError names it."""
+    """Returns whether `work` raises a ValueError that names `name`."""
     try:
         work()
     except ValueError as error:
@@ -99,8 +99,8 @@ def in_training(made: VLLMModule, llm: FakeLLM, evaluation: bool = False, step: 
     llm.settings = SimpleNamespace(step=step, evaluation=evaluation)  # type: ignore[attr-defined]
     prompts = [PromptText("ab", [5, 6], 0, sample) for sample in range(2)]
     plain = llm.generate
-    llm.generate = lambda given, params, use_tqdm: plain(  # type: ignore[method-assign]
-        [{"prompt_token_ids": getattr(p, "token_ids", p)} for p in given], params, use_tqdm)  # fmt: skip
+    llm.generate = lambda requests, params, use_tqdm: plain(  # type: ignore[method-assign]
+        [{"prompt_token_ids": getattr(p, "token_ids", p)} for p in requests], params, use_tqdm)  # fmt: skip
     try:
         made(llm, prompts, SamplingParams(temperature=1.0, max_tokens=16, stop=["own"], stop_token_ids=[2]))
     finally:
@@ -154,10 +154,10 @@ def test_a_dataset_of_the_modules_own_is_refused_in_training() -> None:
     assert make_sampler(Prepares, {"model_args": SIZES})  # by hand
 
 
-class Told(VLLMModule):
-    """Notes its calls, and decodes to whatever it has been told."""
+class RecordingModule(VLLMModule):
+    """A module that records its calls and decodes every batch to `decoded`."""
 
-    said: Any = None
+    decoded: Any = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -175,19 +175,19 @@ class Told(VLLMModule):
         return super().eval_forward(data, iteration)
 
     def decode_internal(self, batched_outputs: Any) -> Any:
-        return self.said
+        return self.decoded
 
 
 def test_what_a_module_decodes_is_the_text_of_each_answer() -> None:
-    made, llm = Told(SIZES | {"n": 3}), FakeLLM()
-    made.said = {"str_outputs": ["one", "two"]}
+    made, llm = RecordingModule(SIZES | {"n": 3}), FakeLLM()
+    made.decoded = {"str_outputs": ["one", "two"]}
     assert [prompt.decoded for prompt in in_training(made, llm)] == ["one", "two"]
     in_training(made, llm, evaluation=True, step=-5)
     in_training(made, llm, step=4)
     assert made.steps == [("setup", 0), ("train", 3), ("eval", 4), ("train", 4)]
     assert [len(prompts) for prompts, _ in llm.calls] == [2, 2, 2]  # the trainer has made a group of them
-    for said in (None, {}, ["one", "two"], {"str_outputs": ["one"]}, {"str_outputs": ["one", None]}):
-        made.said = said
+    for outputs in (None, {}, ["one", "two"], {"str_outputs": ["one"]}, {"str_outputs": ["one", None]}):
+        made.decoded = outputs
         with pytest.raises(ValueError, match="not a mapping whose str_outputs has 2 texts: in training they are shown"):
             in_training(made, llm)
     with pytest.raises(ValueError, match="the weights of a given llm cannot be changed: .*in training, set model.path"):
@@ -247,10 +247,10 @@ def test_every_documented_argument_has_its_test_or_its_row() -> None:
 
 
 def test_arguments_of_samplers_reach_what_they_are_for() -> None:
-    given: dict[str, Any] = {}
-    llm = SimpleNamespace(generate=lambda **options: given.update(options) or [])
+    arguments: dict[str, Any] = {}
+    llm = SimpleNamespace(generate=lambda **options: arguments.update(options) or [])
     assert OneShotRolloutSampler()(llm, "prompts", "params") == []
-    assert given == {"prompts": "prompts", "sampling_params": "params", "use_tqdm": False}
+    assert arguments == {"prompts": "prompts", "sampling_params": "params", "use_tqdm": False}
     limits = ToolLimits()
     assert FnCallRolloutSampler(limits=limits)._limits is limits
     assert inline_rollout.__defaults__ == (InlineTags(),)

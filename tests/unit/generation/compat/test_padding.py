@@ -39,9 +39,9 @@ def test_right_padded_batches_pass(ids: list[list[int]], lengths: list[int], pad
     ],
 )
 def test_what_is_wrong_is_told_or_raised(ids: list[list[int]], lengths: list[int], message: str) -> None:
-    ok, told = verify_right_padding(batch(ids, lengths), pad_value=0, raise_error=False)
+    ok, error = verify_right_padding(batch(ids, lengths), pad_value=0, raise_error=False)
     assert not ok
-    assert message in str(told)
+    assert message in str(error)
     with pytest.raises(ValueError, match=re.escape(message)):
         verify_right_padding(batch(ids, lengths), 0, raise_error=True)
 
@@ -60,9 +60,9 @@ def test_outputs_are_checked_by_their_unpadded_lengths() -> None:
     assert not verify_right_padding(output)[0]
     del output["unpadded_sequence_lengths"]
     output["generation_lengths"] = torch.tensor([1])
-    told = verify_right_padding(output)[1]
-    assert told is not None
-    assert told.endswith("the keys are output_ids, generation_lengths")  # names only, not whole tensors
+    error = verify_right_padding(output)[1]
+    assert error is not None
+    assert error.endswith("the keys are output_ids, generation_lengths")  # names only, not whole tensors
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_whole_batch_at_once_says_what_a_loop_says(rows: list[tuple[list[int
         return 0 <= length <= len(ids) and all(token == 1 for token in ids[length:])
 
     data = batch([ids for ids, _ in rows], [length for _, length in rows])
-    ok, told = verify_right_padding(data, pad_value=1)
+    ok, error = verify_right_padding(data, pad_value=1)
     bad = [i for i, row in enumerate(rows) if not good(*row)]
     assert ok == (not bad)
-    assert ok or f"at index {bad[0]}" in str(told)
+    assert ok or f"at index {bad[0]}" in str(error)

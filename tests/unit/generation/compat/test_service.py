@@ -200,9 +200,9 @@ def test_constructor_arguments_are_checked() -> None:
 
 
 def test_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
-    given = settings(extra={"block_size": 16})
-    service = AsyncVLLM(given, enable_prefix_caching=False)
-    assert given.extra == {"block_size": 16}
+    caller_settings = settings(extra={"block_size": 16})
+    service = AsyncVLLM(caller_settings, enable_prefix_caching=False)
+    assert caller_settings.extra == {"block_size": 16}
     assert service.settings.extra == {"block_size": 16, "enable_prefix_caching": False}
     assert engine_arguments(service.settings)["enable_prefix_caching"] is False
 
@@ -233,9 +233,9 @@ def test_what_make_async_vllm_engine_starts() -> None:
 def test_compile_is_no_unknown_compilation_config() -> None:
     assert resolve("m", compile=False, max_model_len=64).enforce_eager
     assert "compilation_config" not in resolve("m", compile=True, max_model_len=64).extra
-    own = resolve("m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True)
-    assert own.enforce_eager
-    assert own.extra == {"compilation_config": {"level": 0}}
+    engine_settings = resolve("m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True)
+    assert engine_settings.enforce_eager
+    assert engine_settings.extra == {"compilation_config": {"level": 0}}
 
 
 def test_an_unsaid_context_length_is_the_models(tmp_path: Path) -> None:
@@ -256,14 +256,14 @@ def test_devices_are_dealt_out() -> None:
     assert [s.device_indices for s in of_replicas(pair, 2, 4, shared=True)] == [(0, 1), (2, 3)]
     assert [s.device_indices for s in of_replicas(pair, 2, 6, shared=True)] == [(2, 3), (4, 5)]
     assert [s.device_indices for s in of_replicas(pair, 2, 8, shared=False)] == [(0, 1), (0, 1)]
-    own = dataclasses.replace(pair, device_indices=(7, 6, 5, 4))
-    assert [s.device_indices for s in of_replicas(own, 2, 0, shared=True)] == [(7, 6), (5, 4)]
+    four_devices = dataclasses.replace(pair, device_indices=(7, 6, 5, 4))
+    assert [s.device_indices for s in of_replicas(four_devices, 2, 0, shared=True)] == [(7, 6), (5, 4)]
     on_cpu = of_replicas(pair, 2, 0, shared=True)
     assert all(s.on_cpu and len(s.cpu_cores) == 2 for s in on_cpu)
     with pytest.raises(ValueError, match="2 replicas of 2 devices each need 4 devices, not 3"):
         of_replicas(pair, 2, 3, shared=True)
     with pytest.raises(ValueError, match="1 replicas of 2 devices each need 2 devices, not 4"):
-        of_replicas(own, 1, 0, shared=True)
+        of_replicas(four_devices, 1, 0, shared=True)
 
 
 def test_replicas_on_a_cpu_share_what_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,8 +275,8 @@ def test_replicas_on_a_cpu_share_what_memory_is_free(monkeypatch: pytest.MonkeyP
         assert [s.kv_cache_bytes for s in made] == [int(gib * 2**30)] * count
     monkeypatch.setattr(arguments.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
     assert of_replicas(plain, 1, 0, shared=True)[0].kv_cache_bytes == 4 << 30
-    for own in ({"kv_cache_memory_bytes": 7}, {"gpu_memory_utilization": 0.1}):
-        asked = from_arguments({"model": "m", "max_model_len": 64} | own)
+    for memory_limit in ({"kv_cache_memory_bytes": 7}, {"gpu_memory_utilization": 0.1}):
+        asked = from_arguments({"model": "m", "max_model_len": 64} | memory_limit)
         [made] = of_replicas(asked, 1, 0, shared=True)
         assert engine_arguments(made) == engine_arguments(asked)
     assert of_replicas(plain, 2, 2, shared=True)[0].kv_cache_bytes is None
@@ -392,10 +392,10 @@ def test_one_failing_prompt_does_not_lose_the_others() -> None:
         answers(results, single=False, return_exceptions=False)
     assert caught.value.outputs == ["a", None, "c", None]
     assert [error.__notes__ for error in caught.value.exceptions] == [["prompt 1"], ["prompt 3"]]
-    timeouts, others = caught.value.split(TimeoutError)
+    timeouts, other_errors = caught.value.split(TimeoutError)
     assert isinstance(timeouts, PromptErrors)
     assert timeouts.outputs == ["a", None, "c", None]
-    assert others is not None
+    assert other_errors is not None
     assert answers(results, single=False, return_exceptions=True) == results
     with pytest.raises(TimeoutError, match="late"):
         answers(results[1:2], single=True, return_exceptions=False)
@@ -450,7 +450,7 @@ def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> Non
     joined, left = list[int](), list[str]()
     monkeypatch.setattr(engine_replicas, "join_cluster", joined.append)
     for initialized in (True, False):
-        ray = SimpleNamespace(is_initialized=lambda own=initialized: own, shutdown=lambda: left.append("cluster"))
+        ray = SimpleNamespace(is_initialized=lambda state=initialized: state, shutdown=lambda: left.append("cluster"))
         monkeypatch.setitem(sys.modules, "ray", ray)
         engine_replicas.join_once(3)()
     assert joined == [3] and left == ["cluster"]

@@ -1,4 +1,4 @@
-"""What TorchRL's AsyncVLLM documents is used, refused, or has its row in docs/interfaces.md: argument by argument."""
+"""Every argument documented for TorchRL's AsyncVLLM is used, refused, or listed in docs/interfaces.md."""
 
 import inspect
 import re
@@ -59,7 +59,7 @@ def calls_of(work: Callable[[AsyncVLLM], Any]) -> str:
 
 
 def settings_of(**arguments: Any) -> str:
-    """What a service is made and started with by `from_pretrained`, in words."""
+    """Returns, as text, the arguments with which `from_pretrained` launches a service."""
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service_module.AsyncVLLM, "launch", lambda *args, **kwargs: made.append((args, kwargs)))
@@ -242,8 +242,8 @@ def test_what_has_no_counterpart_is_refused_in_a_sentence_with_the_remedy() -> N
 
 
 def test_the_arguments_of_both_ways_to_make_a_service_agree() -> None:
-    own = documented(make_async_vllm_engine) - {"engine_args", "backend", "carriers"}
-    assert own == documented(AsyncVLLM.from_pretrained) - {"options"}
+    arguments = documented(make_async_vllm_engine) - {"engine_args", "backend", "carriers"}
+    assert arguments == documented(AsyncVLLM.from_pretrained) - {"options"}
 
 
 def test_arguments_by_position_are_those_of_torchrl() -> None:

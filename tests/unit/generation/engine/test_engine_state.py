@@ -1,4 +1,4 @@
-"""What an engine may do in which state, without an engine."""
+"""The transitions that each state of an engine permits, tested without an engine."""
 
 import itertools
 

@@ -19,20 +19,20 @@ time.sleep(1000)
 
 
 def test_what_killed_workers_shared_is_removed_with_their_engine() -> None:
-    own, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
+    worker_file, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
     worker = Engine(EngineSettings("no model", 64))
     try:
-        for file in (own, foreign):
+        for file in (worker_file, foreign):
             file.write_bytes(b"x" * 4096)
-        process = subprocess.Popen([sys.executable, "-c", WORKER, str(own)], stdout=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", WORKER, str(worker_file)], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         worker._worker_memory = worker_memory()
         process.kill()
         process.wait()
-        assert worker._worker_memory == {own}
+        assert worker._worker_memory == {worker_file}
         worker.close()
         worker.close()
-        assert not own.exists() and foreign.exists()
+        assert not worker_file.exists() and foreign.exists()
     finally:
-        own.unlink(missing_ok=True)
+        worker_file.unlink(missing_ok=True)
         foreign.unlink(missing_ok=True)

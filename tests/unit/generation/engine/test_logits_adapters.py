@@ -1,4 +1,4 @@
-"""The same factories under both of vLLM's interfaces, without an engine: against a table computed by hand."""
+"""Logits processor factories behave alike under both of vLLM's interfaces: compared with a table computed by hand."""
 
 from types import SimpleNamespace
 from typing import Any

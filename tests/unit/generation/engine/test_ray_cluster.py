@@ -39,16 +39,16 @@ def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process() -> Non
         [sys.executable, "-c", STARTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as started:
         assert started.stdout is not None
-        told = json.loads(started.stdout.readline())
-        assert len(told["heard"]) >= 5  # the store, the raylet's two, its agent's, the worker's
-        assert {address.removeprefix("::ffff:") for address in told["heard"]} == {"127.0.0.1"}
-        assert told["others"] == ""
-        command = [sys.executable, "-c", STRANGER, told["address"]]
+        report = json.loads(started.stdout.readline())
+        assert len(report["heard"]) >= 5  # the store, the raylet's two, its agent's, the worker's
+        assert {address.removeprefix("::ffff:") for address in report["heard"]} == {"127.0.0.1"}
+        assert report["others"] == ""
+        command = [sys.executable, "-c", STRANGER, report["address"]]
         near = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else it looks for loopback on the network
         stranger = subprocess.run(command, capture_output=True, text=True, timeout=120, env=near)
         assert stranger.returncode and "AuthenticationError" in stranger.stderr
         started.kill()
-    host, _, port = told["address"].rpartition(":")
+    host, _, port = report["address"].rpartition(":")
     deadline = time.monotonic() + GONE_SECONDS
     while socket.socket().connect_ex((host, int(port))) == 0:
         assert time.monotonic() < deadline

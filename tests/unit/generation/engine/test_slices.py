@@ -16,12 +16,12 @@ async def in_time(awaitable: Awaitable[None]) -> None:
     await asyncio.wait_for(awaitable, 60)
 
 
-async def grow(turnstile: Turnstile, slices: int, seen: list[int], own: Unfinished | None = None) -> None:
+async def grow(turnstile: Turnstile, slices: int, seen: list[int], unfinished: Unfinished | None = None) -> None:
     """So many slices of one answer; the versions of each are noted."""
-    own = own or answer()
+    unfinished = unfinished or answer()
     for _ in range(slices):
-        async with turnstile.slice(own) as (version, tokens):
-            assert tokens == min(7, own.left)
+        async with turnstile.slice(unfinished) as (version, tokens):
+            assert tokens == min(7, unfinished.left)
             seen.append(version)
             await asyncio.sleep(0)
 
@@ -83,11 +83,11 @@ def test_an_episode_is_parked_when_all_its_requests_are() -> None:
         slices, seen, sampled = Slices(7), list[int](), asyncio.Event()
 
         async def long(turnstile: Turnstile) -> None:
-            async with turnstile.slice(own):
+            async with turnstile.slice(unfinished):
                 await sampled.wait()
-            await grow(turnstile, 1, seen, own)
+            await grow(turnstile, 1, seen, unfinished)
 
-        own = answer()
+        unfinished = answer()
         slices.open(3)
         with slices.episode() as turnstile:
             both = asyncio.gather(long(turnstile), grow(turnstile, 2, seen))

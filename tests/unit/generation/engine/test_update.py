@@ -14,8 +14,8 @@ from sharding import SHARING_WORKER, WORKER_EXTENSION
 SETTINGS = EngineSettings("none", 64)
 
 
-class FakeLLM:
-    """An AsyncLLM of two workers that answer as they are told."""
+class TwoWorkerLLM:
+    """An AsyncLLM of two workers with scripted answers."""
 
     errored = False
 
@@ -37,7 +37,7 @@ class FakeLLM:
 @pytest.fixture
 def engine() -> Engine:
     engine = Engine(SETTINGS)
-    engine._llm = FakeLLM()  # type: ignore[assignment]
+    engine._llm = TwoWorkerLLM()  # type: ignore[assignment]
     engine.state.adopt_checkpoint(4)
     return engine
 

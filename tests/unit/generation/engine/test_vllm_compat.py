@@ -1,4 +1,4 @@
-"""What engines are started with, and which vLLM they are started on. Of vLLM only its imports are real here."""
+"""The arguments and the vLLM versions that engines start with; only vLLM's imports are real here."""
 
 import os
 import subprocess
@@ -62,13 +62,14 @@ def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("said", "processes", "threads"), [("", 1, 8), ("", 3, 2), ("3", 1, 3), ("3,2", 4, 2), ("9", 9, 1), ("few", 2, 4)]
+    ("omp_threads", "processes", "threads"),
+    [("", 1, 8), ("", 3, 2), ("3", 1, 3), ("3,2", 4, 2), ("9", 9, 1), ("few", 2, 4)],
 )
 def test_an_engine_on_cpu_has_its_share_of_the_cores_or_the_threads_it_is_told_to(
-    said: str, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    omp_threads: str, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp_threads)
     assert cpu_places([0], processes)["cpu_threads"] == threads
 
 
@@ -121,12 +122,14 @@ def test_prompts_are_read_in_large_steps_on_cuda_unless_the_recipe_says_otherwis
     assert engine_arguments(CUDA)["max_num_batched_tokens"] == 8192
     more = EngineSettings(model="m", max_model_len=64, device_indices=(0,), max_num_seqs=10_000)
     assert engine_arguments(more)["max_num_batched_tokens"] == 10_000
-    own = EngineSettings(model="m", max_model_len=64, device_indices=(0,), extra={"max_num_batched_tokens": 512})
-    assert engine_arguments(own)["max_num_batched_tokens"] == 512
+    recipe_settings = EngineSettings(
+        model="m", max_model_len=64, device_indices=(0,), extra={"max_num_batched_tokens": 512}
+    )
+    assert engine_arguments(recipe_settings)["max_num_batched_tokens"] == 512
 
 
 @pytest.mark.parametrize(
-    ("own", "speculative", "v2", "complaint"),
+    ("options", "speculative", "v2", "complaint"),
     [
         (
             {"device_indices": (0,)},
@@ -141,8 +144,8 @@ def test_prompts_are_read_in_large_steps_on_cuda_unless_the_recipe_says_otherwis
     ],
 )
 def test_noise_is_keyed_by_position_or_the_engine_does_not_start(
-    own: dict[str, Any], speculative: str | None, v2: bool, complaint: str | None
+    options: dict[str, Any], speculative: str | None, v2: bool, complaint: str | None
 ) -> None:
     config = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
     with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
-        check_keyed_noise(EngineSettings("m", 64, keyed_noise=True, **own), config)
+        check_keyed_noise(EngineSettings("m", 64, keyed_noise=True, **options), config)

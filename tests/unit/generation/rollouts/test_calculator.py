@@ -35,16 +35,16 @@ def test_answers_are_right_and_prompts_are_held_out(folder: Path) -> None:
 def test_transcripts_call_the_recipes_own_tool_and_copy_what_it_says(folder: Path) -> None:
     """Two fifths guess, three tenths stop after one call, the rest are right."""
     calculate = load(f"{ROOT}/scripts/examples/calculator.py:calculate")
-    known = {row["prompt"]: row["answer"] for row in read(folder / "train.jsonl")}
+    answers = {row["prompt"]: row["answer"] for row in read(folder / "train.jsonl")}
     calls = []
     for messages in (row["messages"] for row in read(folder / "sft.jsonl")):
         *turns, last = messages[1:]
-        for said, reply in zip(turns[::2], turns[1::2], strict=True):
-            (call,) = parse_hermes(said["content"])
+        for request, reply in zip(turns[::2], turns[1::2], strict=True):
+            (call,) = parse_hermes(request["content"])
             assert call.name == "calculate" and str(calculate(**call.arguments)) == reply["content"]
         calls.append(len(turns) // 2)
         if calls[-1] == 2:
-            assert last["content"] == turns[-1]["content"] == known[messages[0]["content"]]
+            assert last["content"] == turns[-1]["content"] == answers[messages[0]["content"]]
     shares = [calls.count(n) / len(calls) for n in (0, 1, 2)]
     assert shares == pytest.approx([0.4, 0.3, 0.3], abs=0.08)
 

@@ -71,7 +71,7 @@ def settings(tmp_path: Path) -> ClientCommand:
 
 
 def use(settings: ClientCommand, work: Callable[[ClientProcesses], Awaitable[Any]]) -> Any:
-    """What `work` gives, with a pool that is closed afterwards and leaves no process."""
+    """Returns the result of `work` with a pool, which is closed afterwards and must leave no process."""
 
     async def within() -> Any:
         pool = ClientProcesses(settings)
@@ -94,11 +94,11 @@ def wait_until(happened: Callable[[], bool], seconds: float) -> None:
 
 
 def processes_of(word: str) -> list[psutil.Process]:
-    found = []
+    matches = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            found += [process] if word in process.cmdline() else []
-    return found
+            matches += [process] if word in process.cmdline() else []
+    return matches
 
 
 def ask(pool: ClientProcesses, kind: str = "good", **row: Any) -> Awaitable[Scored]:

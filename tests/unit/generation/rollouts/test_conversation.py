@@ -69,7 +69,7 @@ def test_what_follows_an_answer_is_what_the_template_writes() -> None:
     engine = ScriptedEngine(lambda ids, seed: spelled(TOKENIZER, "hello"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hello"}]
     added = [{"role": "tool", "content": "<the answer> hello"}, {"role": "user", "content": "b"}]
-    whole = TOKENIZER.apply_chat_template([*messages, *added], tokenize=False, add_generation_prompt=True)
+    conversation = TOKENIZER.apply_chat_template([*messages, *added], tokenize=False, add_generation_prompt=True)
     start = TOKENIZER.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     for ending, cut in ((True, 1000), (False, 5)):  # ended by itself, or cut: the template's end comes once
 
@@ -80,7 +80,7 @@ def test_what_follows_an_answer_is_what_the_template_writes() -> None:
             chat.add(added)
             return chat.ids
 
-        assert TOKENIZER.decode(asyncio.run(talk())) == whole, ending
+        assert TOKENIZER.decode(asyncio.run(talk())) == conversation, ending
 
 
 def test_a_template_that_hides_answers_is_named() -> None:

@@ -44,7 +44,7 @@ def test_gymnasium_with_actions_as_tools() -> None:
     from generation.rollouts.environments.gymnasium import Gym
 
     assert list(environment_tools(Gym)) == ["act"]
-    moves = [act(action="jump"), *(act(action=each) for each in WAY), act(action=0), "done"]
+    moves = [act(action="jump"), *(act(action=direction) for direction in WAY), act(action=0), "done"]
     trajectory, text = play(Gym, moves, {"seed": 3}, **LAKE, render_mode="ansi")
     assert trajectory.reward == 1.0 and trajectory.turn_rewards == [0.0] * 6 + [1.0, 0.0, 0.0]
     assert "SFFF\nFHFH\nFFFH\nHFFG" in text and "It is over already." in text
@@ -59,7 +59,7 @@ def test_gymnasium_with_answers_as_actions() -> None:
 
     assert environment_tools(GymText) == {}
     numbers = {"down": 1, "right": 2}
-    moves = ["no idea", *(f"I take [{numbers[each]}]" for each in WAY)]
+    moves = ["no idea", *(f"I take [{numbers[direction]}]" for direction in WAY)]
     trajectory, text = play(GymText, moves, {"seed": 3}, **LAKE)
     assert trajectory.reward == 1.0 and trajectory.finish_reason == "stop" and trajectory.turns == 7
     assert "<|start|>user\n'no idea' is not an action" in text and "<|start|>user\n14<|end|>" in text
@@ -189,13 +189,13 @@ def test_an_observation_of_openenv_is_its_only_text_or_else_json() -> None:
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
     from generation.rollouts.environments import openenv
 
-    given = [{"text": "né"}, {"text": "né", "count": 1}, {"count": 1}, ["a"]]
-    assert list(map(openenv._text, given)) == ["né", '{"text": "né", "count": 1}', '{"count": 1}', '["a"]']
+    observations = [{"text": "né"}, {"text": "né", "count": 1}, {"count": 1}, ["a"]]
+    assert list(map(openenv._text, observations)) == ["né", '{"text": "né", "count": 1}', '{"count": 1}', '["a"]']
 
 
 def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajectory]:
     """The trajectories of episodes that run side by side, by the word that their prompt has."""
-    left = {word: [say(answer) for answer in own] for word, own in answers.items()}
+    left = {word: [say(answer) for answer in texts] for word, texts in answers.items()}
 
     def next_answer(ids: list[int], seed: int) -> list[int]:
         (word,) = (word for word in left if f"Play {word}." in TOKENIZER.decode(ids))

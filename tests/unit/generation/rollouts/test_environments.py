@@ -69,7 +69,7 @@ class Shop:
 
     @staticmethod
     def help() -> str:
-        """What is on offer."""
+        """Lists the goods on offer."""
         return "apples"
 
     def turn_reward(self) -> float:
@@ -128,8 +128,8 @@ def test_environments_have_state_rewards_and_an_end_of_their_own() -> None:
     prompt = TOKENIZER.decode(ann.prompt_ids)
     assert prompt.endswith("<|start|>user\nShop!\nHello Ann.<|end|>\n<|start|>assistant\n")
     assert all(f'"name": "{name}"' in prompt for name in ("add", "buy", "help"))
-    said = TOKENIZER.decode(ann.response_ids)
-    assert "Ann has pear<" in said and "Ann has pear, fig<" in said  # in order: they share the object
+    text = TOKENIZER.decode(ann.response_ids)
+    assert "Ann has pear<" in text and "Ann has pear, fig<" in text  # in order: they share the object
     assert "Bob has nut, egg" in TOKENIZER.decode(bob.response_ids) and "Ann" not in TOKENIZER.decode(bob.response_ids)
     assert ann.turn_rewards == [-0.1, -0.1] and ann.reward == pytest.approx(4.0 - 0.2)
     assert bob.turn_rewards == [-0.1] * 3 and bob.reward == pytest.approx(4.0 + 1.0 - 0.3)
@@ -200,13 +200,13 @@ def test_the_threads_two_prompts_give_906_and_305() -> None:
         call = calls[done.prompt_ids[0]]
         text = TOKENIZER.decode(done.response_ids, skip_special_tokens=True)
         assert text == f"{call}<result>{result}</result>{after}"
-        own = [token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask]
-        assert own == say(call, end=False) + say(after)
+        sampled_ids = [token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask]
+        assert sampled_ids == say(call, end=False) + say(after)
         assert (done.turns, done.answer_start, done.finish_reason) == (2, 0, "stop")
 
 
 def test_a_recipe_may_name_other_tags() -> None:
-    """Those that the thread's class has by default, which are not those that it printed."""
+    """The recipe names the default tags of the thread's class, which differ from those in its printed example."""
     tags = {"start": " <function>", "end": " </function>", "result_start": "<results>", "result_end": "</results>"}
     rollout = {"tools": [f"{__name__}:multiply"], "tool_parser": "inline", "inline_tags": tags}
     config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout})
@@ -233,8 +233,8 @@ def test_a_tag_is_found_however_it_tokenises() -> None:
         while pending_call(TOKENIZER.decode(spoken), InlineTags()) is None:
             spoken.append(ids[len(spoken)])
         missed_by_ids += spoken[-len(tag_ids) :] != tag_ids
-        found = pending_call(TOKENIZER.decode(spoken), InlineTags())
-        assert found is not None and found == TOKENIZER.decode(spoken)[: -len(tag)].rpartition("<function>")[2]
+        call_text = pending_call(TOKENIZER.decode(spoken), InlineTags())
+        assert call_text is not None and call_text == TOKENIZER.decode(spoken)[: -len(tag)].rpartition("<function>")[2]
     assert missed_by_ids > 300
     assert pending_call("2</function>", InlineTags()) == "" and pending_call("<function>2", InlineTags()) is None
 
@@ -257,9 +257,9 @@ def test_mistakes_in_inline_calls_become_text_within_limits() -> None:
     text = "<function>divide(1)</function>a</function><function>1+</function><function>multiply(1)</function>"
     engine = StoppingEngine({5: say(text), 6: say("<function>multiply(2, 2)</function>" * 9)})
     one, two = sorted(run(engine, inline_rollout(inline(5)), [[5], [6]], TOKENIZER), key=lambda t: t.prompt_index)
-    said = TOKENIZER.decode(one.response_ids)
-    assert "<result>Error: Unknown function divide</result>" in said
-    assert said.count("cannot be read as a call") == 2 and "multiply: y: Field required" in said
+    transcript = TOKENIZER.decode(one.response_ids)
+    assert "<result>Error: Unknown function divide</result>" in transcript
+    assert transcript.count("cannot be read as a call") == 2 and "multiply: y: Field required" in transcript
     assert one.metrics["tools/errors"] == 4
     assert (two.finish_reason, two.metrics["tools/calls"]) == ("max_turns", 4.0)
     assert parse_inline("f(1, x='a', y=[2, True])") == ToolCall("f", {"x": "a", "y": [2, True]}, (1.0,))

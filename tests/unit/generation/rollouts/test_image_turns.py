@@ -56,29 +56,33 @@ def user(*parts: str) -> dict[str, Any]:
 
 
 def episode(
-    processor: ImageProcessor, said: list[int], environment: bool = True, **rules: Any
+    processor: ImageProcessor, answer_ids: list[int], environment: bool = True, **rules: Any
 ) -> tuple[Trajectory, Looking]:
     """A row with an image, and answers of two turns that are all the same ids."""
     tokenizer, messages = processor.tokenizer, [user("", "what?")]
     agent = Agent(ToolRunner(ToolLimits(images=True), tokenizer), call_parser("hermes", tokenizer), 2, {}, False)
     ids, spans = processor.expand(messages, PICTURES[:1])
     stored = StoredImage(lambda: picture(*SIZES[0]), PICTURES[0].digest, PICTURES[0].size)
-    engine = Looking(lambda prompt, seed: said)
+    engine = Looking(lambda prompt, seed: answer_ids)
     function = environment_rollout(Gallery, {}, agent) if environment else one_shot
-    found = ImageRules(processor, **({"most": 3} | rules))
-    told = {"rows": [{}], "messages": [messages], "images": [([stored], spans)], "image_rules": found}
-    [trajectory] = run(engine, function, [ids], tokenizer, **told)
+    image_rules = ImageRules(processor, **({"most": 3} | rules))
+    options = {"rows": [{}], "messages": [messages], "images": [([stored], spans)], "image_rules": image_rules}
+    [trajectory] = run(engine, function, [ids], tokenizer, **options)
     return trajectory, engine
 
 
 def test_images_of_all_turns_stand_where_one_expansion_of_the_conversation_has_them(processor: ImageProcessor) -> None:
-    said = processor.tokenizer("a star<|im_end|>", add_special_tokens=False)["input_ids"]
-    trajectory, engine = episode(processor, said)
+    answer_ids = processor.tokenizer("a star<|im_end|>", add_special_tokens=False)["input_ids"]
+    trajectory, engine = episode(processor, answer_ids)
     assert not trajectory.error and trajectory.images == PICTURES
-    told = [user("", "what?", "\n", "look: ", ""), {"role": "assistant", "content": "a star"}, user("", "and this?")]
-    ids, spans = processor.expand(told, PICTURES)
-    whole = trajectory.prompt_ids + trajectory.response_ids
-    assert whole == ids + said and trajectory.image_spans == spans
+    conversation = [
+        user("", "what?", "\n", "look: ", ""),
+        {"role": "assistant", "content": "a star"},
+        user("", "and this?"),
+    ]
+    ids, spans = processor.expand(conversation, PICTURES)
+    token_ids = trajectory.prompt_ids + trajectory.response_ids
+    assert token_ids == ids + answer_ids and trajectory.image_spans == spans
     assert engine.seen == [(PICTURES[:2], spans[:2]), (PICTURES, spans)]
 
 
@@ -94,12 +98,12 @@ def test_image_tokens_that_the_policy_samples_have_no_image(processor: ImageProc
 
 
 def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(processor: ImageProcessor) -> None:
-    said = [processor.tokenizer.eos_token_id]
-    trajectory, engine = episode(processor, said, environment=False)
+    answer_ids = [processor.tokenizer.eos_token_id]
+    trajectory, engine = episode(processor, answer_ids, environment=False)
     assert trajectory.images == PICTURES[:1] and engine.seen == [(PICTURES[:1], trajectory.image_spans)]
-    failed, _ = episode(processor, said, max_bytes=1000)
+    failed, _ = episode(processor, answer_ids, max_bytes=1000)
     assert "bytes, more than rollout.max_image_mib" in failed.error
-    failed, _ = episode(processor, said, most=2)
+    failed, _ = episode(processor, answer_ids, most=2)
     assert "the episode has 3 images, more than data.max_images = 2" in failed.error
 
 
@@ -108,16 +112,16 @@ def test_the_image_of_a_samplers_next_turn_stands_behind_the_answer(processor: I
     tokenizer, messages = processor.tokenizer, [user("", "what?")]
     ids, spans = processor.expand(messages, PICTURES[:1])
     start = PromptText("?", ids, messages=messages, images=PICTURES[:1], image_spans=spans)
-    said = tokenizer("a star" + end, add_special_tokens=False)["input_ids"]
+    answer_ids = tokenizer("a star" + end, add_special_tokens=False)["input_ids"]
     history, settings = History(), RolloutSettings(1, SamplingSettings(8), 0, 0, 0)
     seen = {"images": start.images, "image_spans": spans}
-    answer = Generation(said, [0.0] * len(said), prompt_ids=ids, text="a star", prompt_text="?", **seen)
+    answer = Generation(answer_ids, [0.0] * len(answer_ids), prompt_ids=ids, text="a star", prompt_text="?", **seen)
     history.add(answer, start.messages)
     prompts = PromptReader(tokenizer, settings, [start], history, ImageRules(processor, most=2))
     turns = [{"role": "assistant", "content": "a star"}, {"role": "user", "content": [picture_part(PICTURES[1])]}]
     [request] = prompts.chat_requests([*start.messages, *turns], None, {})
-    told = [user("", "what?"), turns[0], user("")]
-    expected, places = processor.expand(told, PICTURES[:2])
+    conversation = [user("", "what?"), turns[0], user("")]
+    expected, places = processor.expand(conversation, PICTURES[:2])
     assert request.parent is answer and (request.input.ids, request.input.spans) == (expected, places)
 
 

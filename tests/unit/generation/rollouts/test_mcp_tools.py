@@ -59,8 +59,8 @@ def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
 def test_the_example_server_is_one(tmp_path: Path) -> None:
     server = McpServer("dates", [sys.executable, f"{ROOT}/scripts/examples/dates.py"], env=SEARCH)
     queues = {"a": [call("weekday", date="2026-02-14"), say("ok")]}
-    (told,) = converse(list_tools([server]), tmp_path, queues, name="dates", command=server.command).values()
-    assert "tool\nSaturday" in TOKENIZER.decode(told.response_ids) and told.error == ""
+    (trajectory,) = converse(list_tools([server]), tmp_path, queues, name="dates", command=server.command).values()
+    assert "tool\nSaturday" in TOKENIZER.decode(trajectory.response_ids) and trajectory.error == ""
 
 
 def test_all_pages_of_a_long_list_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def call(name: str, **arguments: str) -> list[int]:
 def converse(
     listed: dict, tmp_path: Path, queues: dict[str, list], timeout_s: float = 60.0, env: Any = SEARCH, **server: Any
 ) -> dict:
-    """What each prompt's episode was told, by its own letter; all at once on one loop."""
+    """Runs one episode a letter, all at once on one loop, and returns each letter's trajectory."""
     how: dict[str, Any] = {"name": "shelf", "command": COMMAND, "env": SEARCH | env} | server
     mcp = McpTools([McpServer(**how)], listed, tmp_path / "logs" / "mcp.log")
     agent = Agent(ToolRunner(ToolLimits(timeout_s=timeout_s), TOKENIZER), parse_hermes, 8, tools_by_name(mcp.tools))
@@ -152,27 +152,27 @@ def test_sessions_are_a_trajectorys_own_or_shared(
     """The servers keep state; they see the variables that are meant for them, and none of the trainer's."""
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "key")
     queues = {name: [call("put", item=name), call("put", item=name * 2), say("ok")] for name in "ab"}
-    told = converse(listed, tmp_path, queues, env={"SHELF": "oak"}, shared=shared)
-    text = {name: TOKENIZER.decode(trajectory.response_ids) for name, trajectory in told.items()}
-    assert all("(oak, None)" in said for said in text.values())
+    trajectories = converse(listed, tmp_path, queues, env={"SHELF": "oak"}, shared=shared)
+    text = {name: TOKENIZER.decode(trajectory.response_ids) for name, trajectory in trajectories.items()}
+    assert all("(oak, None)" in transcript for transcript in text.values())
     if shared:
-        assert sum("4: " in said for said in text.values()) == 1
+        assert sum("4: " in transcript for transcript in text.values()) == 1
     else:
         assert "2: a, aa (" in text["a"] and "2: b, bb (" in text["b"]
-    assert all(trajectory.metrics["tools/calls"] == 2 for trajectory in told.values())
+    assert all(trajectory.metrics["tools/calls"] == 2 for trajectory in trajectories.values())
 
 
 def test_errors_ends_and_hangs_of_a_server_cost_their_call_only(listed: dict, tmp_path: Path) -> None:
     calls = [call("misbehave", how="raise"), call("misbehave", how="exit"), call("put", item="x"), say("ok")]
-    (told,) = converse(listed, tmp_path, {"a": calls}).values()
-    text = TOKENIZER.decode(told.response_ids)
+    (trajectory,) = converse(listed, tmp_path, {"a": calls}).values()
+    text = TOKENIZER.decode(trajectory.response_ids)
     assert (
         "Error executing tool misbehave" in text
         and "Connection closed" in text
         and "1: x (" in text
-        and told.error == ""
+        and trajectory.error == ""
     )
-    assert told.metrics["tools/errors"] == 2
+    assert trajectory.metrics["tools/errors"] == 2
     (late,) = converse(listed, tmp_path, {"a": [call("misbehave", how="hang"), say("ok")]}, timeout_s=6.0).values()
     assert late.metrics["tools/errors/timeout"] == 1 and "took longer than 6 s" in TOKENIZER.decode(late.response_ids)
 
@@ -181,31 +181,37 @@ def test_floods_and_babble_of_a_server_cost_their_call_only(listed: dict, tmp_pa
     """Neither its own next call nor another trajectory notices."""
     hostile = [call("misbehave", how=how) for how in ("flood", "babble")]
     queues = {"a": [*hostile, call("put", item="x"), say("ok")], "b": [call("put", item="y"), say("ok")]}
-    told = converse(listed, tmp_path, queues)
-    text = TOKENIZER.decode(told["a"].response_ids)
+    trajectories = converse(listed, tmp_path, queues)
+    text = TOKENIZER.decode(trajectories["a"].response_ids)
     assert "xxxxxxxx [cut after 1024 tokens]" in text and "babbled" in text and "1: x (" in text
-    assert told["a"].metrics["tools/truncated"] == 1 and told["a"].error == told["b"].error == ""
-    assert "1: y (" in TOKENIZER.decode(told["b"].response_ids)
+    assert (
+        trajectories["a"].metrics["tools/truncated"] == 1 and trajectories["a"].error == trajectories["b"].error == ""
+    )
+    assert "1: y (" in TOKENIZER.decode(trajectories["b"].response_ids)
 
 
 def test_output_without_end_costs_its_call_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed = list_tools([McpServer("shelf", [*HOSTILE, "calls"])])
     (name,) = (tool["function"]["name"] for tool in listed["shelf"])
     calls = [call(name, how="lines"), call(name), say("ok")]
-    (told,) = converse(listed, tmp_path, {"a": calls}, command=[*HOSTILE, "calls"]).values()
-    text = TOKENIZER.decode(told.response_ids)
+    (trajectory,) = converse(listed, tmp_path, {"a": calls}, command=[*HOSTILE, "calls"]).values()
+    text = TOKENIZER.decode(trajectory.response_ids)
     assert "the MCP server 'shelf': it wrote more than 16 MiB or 20000 lines" in text and "tool\nfine" in text
-    assert told.error == "" and told.metrics["tools/errors"] == 1
+    assert trajectory.error == "" and trajectory.metrics["tools/errors"] == 1
     assert sum("writes lines that are not messages" in line for line in caplog.messages) == 1
 
 
 def test_standard_error_without_end_fills_no_disk(
     listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a tool prints goes there, too: the SDK keeps standard output for messages."""
+    """The log of a server's standard error is cut at its limit. Tools' prints land there, too, since the SDK keeps
+    standard output for messages.
+    """
     monkeypatch.setattr(client_process, "LONGEST_LOG", 100_000)
-    (told,) = converse(listed, tmp_path, {"a": [call("misbehave", how="print"), say("ok")]}, timeout_s=15.0).values()
-    assert told.metrics["tools/errors/timeout"] == 1
+    (trajectory,) = converse(
+        listed, tmp_path, {"a": [call("misbehave", how="print"), say("ok")]}, timeout_s=15.0
+    ).values()
+    assert trajectory.metrics["tools/errors/timeout"] == 1
     assert (tmp_path / "logs" / "mcp.log").stat().st_size == 100_000
 
 
@@ -214,17 +220,17 @@ def test_a_late_answer_is_not_taken_for_the_next_calls(listed: dict, tmp_path: P
         mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
         tools = {tool.name: tool.function for tool in mcp.tools}
         try:
-            said = [await tools["put"](item="x")]
+            results = [await tools["put"](item="x")]
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await tools["misbehave"](how="late")
-            said.append(await tools["put"](item="y"))
+            results.append(await tools["put"](item="y"))
             await asyncio.sleep(2.0)  # until it has come
-            return [*said, await tools["put"](item="z")]
+            return [*results, await tools["put"](item="z")]
         finally:
             await mcp.aclose()
 
-    assert [said.partition(" (")[0] for said in asyncio.run(work())] == ["1: x", "2: x, y", "3: x, y, z"]
+    assert [result.partition(" (")[0] for result in asyncio.run(work())] == ["1: x", "2: x, y", "3: x, y, z"]
 
 
 @pytest.fixture
@@ -256,8 +262,8 @@ def test_a_server_may_run_already_and_have_an_address(
     there = list_tools([McpServer("shelf", url=address)])
     assert there == listed
     queues = {name: [call("put", item=name), call("put", item=name * 2), say("ok")] for name in "ab"}
-    told = converse(there, tmp_path, queues, command=(), url=address, shared=shared)
-    text = " ".join(TOKENIZER.decode(trajectory.response_ids) for trajectory in told.values())
+    trajectories = converse(there, tmp_path, queues, command=(), url=address, shared=shared)
+    text = " ".join(TOKENIZER.decode(trajectory.response_ids) for trajectory in trajectories.values())
     assert all(f"{count}: " in text for count in range(1, 5)) and text.count("(web, None)") == 4
     end()
     queues = {"c": [call("put", item="c"), say("ok")]}
@@ -268,5 +274,5 @@ def test_a_server_may_run_already_and_have_an_address(
 
 
 def test_a_trajectory_without_calls_starts_no_server(listed: dict, tmp_path: Path) -> None:
-    (told,) = converse(listed, tmp_path, {"a": [say("ok")]}).values()
-    assert told.error == "" and not (tmp_path / "logs").exists()
+    (trajectory,) = converse(listed, tmp_path, {"a": [say("ok")]}).values()
+    assert trajectory.error == "" and not (tmp_path / "logs").exists()

@@ -20,11 +20,13 @@ from generation.trajectory import Trajectory
 from tests.support.small_tokenizer import small_tokenizer
 
 
-def output(prompt: list[int], answer: list[int], name: str = "r", flat: bool = False, others: int = 0) -> RequestOutput:
-    """A vLLM output in which token t has the log-probability -t / 100, with `others` beside the sampled tokens."""
+def output(
+    prompt: list[int], answer: list[int], name: str = "r", flat: bool = False, alternatives: int = 0
+) -> RequestOutput:
+    """Returns a vLLM output in which token t has log-probability -t / 100, with `alternatives` beside each token."""
     logprobs: Any = FlatLogprobs() if flat else []
     for token in answer:
-        beside = {9000 + i: Logprob(-99.0) for i in range(others)}
+        beside = {9000 + i: Logprob(-99.0) for i in range(alternatives)}
         logprobs.append({token: Logprob(-token / 100)} | beside)
     done = CompletionOutput(0, "", answer, cumulative_logprob=None, logprobs=logprobs, finish_reason="stop")
     return RequestOutput(name, None, prompt, None, [done], finished=True)
@@ -32,15 +34,15 @@ def output(prompt: list[int], answer: list[int], name: str = "r", flat: bool = F
 
 def turned(outputs: list[RequestOutput]) -> Trajectory:
     """The trajectory of the turns that gave these outputs."""
-    return joined([generation for each in outputs for generation in generations_of(each)])
+    return joined([generation for request_output in outputs for generation in generations_of(request_output)])
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("others", [0, 2])
-def test_a_trajectory_is_made_of_plain_outputs(flat: bool, others: int) -> None:
+@pytest.mark.parametrize("alternatives", [0, 2])
+def test_a_trajectory_is_made_of_plain_outputs(flat: bool, alternatives: int) -> None:
     """Sampled tokens, their log-probabilities, and 0 on whatever stood between them: against a count by hand."""
     turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
-    tokens = turned([output(prompt, answer, flat=flat, others=others) for prompt, answer in turns])
+    tokens = turned([output(prompt, answer, flat=flat, alternatives=alternatives) for prompt, answer in turns])
     assert tokens.prompt_ids == [1, 2]
     assert tokens.response_ids == [3, 4, 50, 51, 5, 60, 6, 7]
     assert tokens.loss_mask == [1, 1, 0, 0, 1, 0, 1, 1]
@@ -77,7 +79,7 @@ def batch_of(count: int, samples: int = 1) -> list[PromptText]:
 
 
 def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[RequestOutput]]:
-    """As many answers in a row to each prompt, with ids of their own, and the last outputs."""
+    """Returns the history of `turns` answers in a row to each prompt, with different ids, and the last outputs."""
     history, last = History(), []
     for position, prompt in enumerate(batch):
         ids, parent = list(prompt.token_ids), None
@@ -127,14 +129,15 @@ def test_an_answer_drawn_from_another_distribution_is_not_trained_on() -> None:
 def test_lists_of_ids_stand_for_answers_and_whole_conversations() -> None:
     batch = batch_of(2, samples=2)
     history, outputs = history_of(batch, turns=3)
-    whole = trajectories(outputs, batch, history)
-    assert [t.loss_mask for t in whole] == [[1, 1, 0, 1, 1, 0, 1, 1]] * 4
-    assert [(t.prompt_index, t.sample_index, t.turns) for t in whole] == [(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3)]
+    conversations = trajectories(outputs, batch, history)
+    assert [t.loss_mask for t in conversations] == [[1, 1, 0, 1, 1, 0, 1, 1]] * 4
+    places = [(t.prompt_index, t.sample_index, t.turns) for t in conversations]
+    assert places == [(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3)]
     last_answers = [list(o.outputs[0].token_ids) for o in outputs]
-    assert trajectories(last_answers, batch, history) == whole
-    assert trajectories([t.response_ids for t in whole], batch, history) == whole
-    cut = trajectories([t.response_ids[:4] for t in whole], batch, history)
-    assert [(t.response_ids, t.loss_mask) for t in cut] == [(t.response_ids[:4], [1, 1, 0, 1]) for t in whole]
+    assert trajectories(last_answers, batch, history) == conversations
+    assert trajectories([t.response_ids for t in conversations], batch, history) == conversations
+    cut = trajectories([t.response_ids[:4] for t in conversations], batch, history)
+    assert [(t.response_ids, t.loss_mask) for t in cut] == [(t.response_ids[:4], [1, 1, 0, 1]) for t in conversations]
 
 
 def test_an_answer_may_be_cut_but_not_changed() -> None:
@@ -204,10 +207,10 @@ def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[PromptReader
 def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     """7 and 8 are tokens, but not those of the text that came of them: decoded and encoded they would be others."""
     prompts, start, answer = prompts_after("ab", [7, 8, 2])
-    said = {"role": "assistant", "content": "ab"}
+    reply = {"role": "assistant", "content": "ab"}
     [text] = prompts.requests(str(start) + "ab" + "<tool>3")
     [ids] = prompts.requests([[*answer.ids, 40, 41]])
-    [chat] = prompts.chat_requests([*start.messages, said, {"role": "user", "content": "more"}], None, {})
+    [chat] = prompts.chat_requests([*start.messages, reply, {"role": "user", "content": "more"}], None, {})
     for request in (text, ids, chat):
         assert request.parent is answer
         assert request.input.ids[: len(answer.ids)] == answer.ids
@@ -259,8 +262,8 @@ def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
         history.add(answer, prompt.messages)
     prompts = PromptReader(tokenizer, settings, batch, history)
     if form == "chat":
-        said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "on"}]
-        requests = prompts.chat_requests([[*messages[1], *said]] * 2, None, {})
+        turns = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "on"}]
+        requests = prompts.chat_requests([[*messages[1], *turns]] * 2, None, {})
     elif form == "ids":
         requests = prompts.requests([[12, 13, 7, 9]] * 2)
     else:
@@ -296,9 +299,9 @@ def test_what_a_recipe_names_becomes_a_sampler() -> None:
     assert make_sampler(load(f"{__file__}:Called"), {"answer": 4})(None, [], None) == [4]
     assert make_sampler(Called(3))(None, [], None) == [3]
     assert make_sampler(Environment)(None, [], None) == [1]
-    for found, kwargs in ((7, {}), (object(), {}), (Called(), {"answer": 1})):
+    for candidate, kwargs in ((7, {}), (object(), {}), (Called(), {"answer": 1})):
         with pytest.raises(ValueError, match="is not a sampler|takes no kwargs"):
-            make_sampler(found, kwargs)
+            make_sampler(candidate, kwargs)
     for spec, sentence in (
         (f"{__file__}:Gone", "has no 'Gone'"),
         ("no.such:Thing", "'no.such:Thing' cannot be loaded"),

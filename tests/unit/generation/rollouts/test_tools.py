@@ -52,7 +52,7 @@ def agent(*functions: Callable[..., Any], turns: int = 8, **limits: Any) -> Agen
 
 
 def replies(calls: list[ToolCall], *functions: Callable[..., Any], **limits: Any) -> tuple[list[str], dict[str, float]]:
-    """What the calls are answered, and what was counted."""
+    """Returns the replies to the calls, and the metrics."""
     metrics: dict[str, float] = {}
     texts = asyncio.run(runner(**limits).run(tools_by_name(map(make_tool, functions)), calls, metrics))
     metrics.pop("tools/seconds")
@@ -254,8 +254,8 @@ def test_five_lines_are_a_tool_using_rollout() -> None:
     script = iter([say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")])
     engine = ScriptedEngine(lambda ids, seed: next(script))
     (done,) = run(engine, tool_rollout(agent(add)), [[5, 6]], TOKENIZER)
-    said = TOKENIZER.decode(done.response_ids[: done.answer_start])
-    assert said.endswith("<|end|>\n<|start|>tool\n305.0<|end|>\n<|start|>assistant\n")
+    transcript = TOKENIZER.decode(done.response_ids[: done.answer_start])
+    assert transcript.endswith("<|end|>\n<|start|>tool\n305.0<|end|>\n<|start|>assistant\n")
     assert TOKENIZER.decode(done.response_ids[done.answer_start :], skip_special_tokens=True) == "305"
     assert (done.turns, done.finish_reason, done.metrics["tools/calls"]) == (2, "stop", 1.0)
 

@@ -72,10 +72,10 @@ def episodes_of(function: Any) -> list[Trajectory]:
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     work = rollout(engine(), [[5]] * 8, settings, claim, score, EpisodeSetup(function, TOKENIZER))  # type: ignore[arg-type]
-    found = thread.run(work, 300, "a rollout")
+    trajectories = thread.run(work, 300, "a rollout")
     thread.run(asyncio.sleep(0), 10, "another task")
     thread.close()
-    return sorted(found, key=lambda t: t.prompt_index)
+    return sorted(trajectories, key=lambda t: t.prompt_index)
 
 
 @pytest.mark.parametrize(("error", "named"), RAISED, ids=[name.split(":")[0] for _, name in RAISED])
@@ -86,10 +86,10 @@ def test_whatever_a_custom_rollout_raises_its_episode_fails_by_name(error: BaseE
             raise error
         return done
 
-    found = episodes_of(own)
-    assert [(t.prompt_index, t.error) for t in found] == [(i, named if i in (2, 5) else "") for i in range(8)]
+    trajectories = episodes_of(own)
+    assert [(t.prompt_index, t.error) for t in trajectories] == [(i, named if i in (2, 5) else "") for i in range(8)]
     with pytest.raises(RolloutError, match="2 of 8 episodes failed"):
-        check_failures(as_answers(found), 0.1)
+        check_failures(as_answers(trajectories), 0.1)
 
 
 def test_episodes_that_cancel_themselves_are_counted() -> None:
@@ -104,9 +104,9 @@ def test_episodes_that_cancel_themselves_are_counted() -> None:
             await asyncio.sleep(0)
         return done
 
-    found = episodes_of(leaks)
-    assert [bool(t.error) for t in found] == [i % 4 == 1 for i in range(8)]
-    assert found[1].error.startswith("CancelledError")
+    trajectories = episodes_of(leaks)
+    assert [bool(t.error) for t in trajectories] == [i % 4 == 1 for i in range(8)]
+    assert trajectories[1].error.startswith("CancelledError")
 
 
 def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
@@ -120,9 +120,9 @@ def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
             await asyncio.sleep(3600)
         return await answer(llm)
 
-    found = episodes_of(cancels_another)
-    assert [(t.prompt_index, bool(t.error)) for t in found] == [(i, i == 3) for i in range(8)]
-    assert "cancelled by somebody else" in found[3].error
+    trajectories = episodes_of(cancels_another)
+    assert [(t.prompt_index, bool(t.error)) for t in trajectories] == [(i, i == 3) for i in range(8)]
+    assert "cancelled by somebody else" in trajectories[3].error
 
 
 def _waits_in_episode(task: "asyncio.Task[Any]", number: int) -> bool:
@@ -152,7 +152,7 @@ def _interrupt() -> None:
 def test_a_rollout_that_is_given_up_cancels_its_episodes_whatever_they_make_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some end at once, some tidy up first, some will not hear of it: those are left to themselves."""
+    """Episodes may end at once, tidy up first, or ignore the cancellation; those that ignore it are abandoned."""
     monkeypatch.setattr(user_code, "ENDING_SECONDS", 0.3)
     ended: list[int] = []
     begun, stop = threading.Semaphore(0), threading.Event()
@@ -210,8 +210,8 @@ def test_tools_and_environments_may_raise_anything(error: BaseException, named: 
 
     tool = breaks if plain else breaks_later
     script = [f'<tool_call>{{"name": "{tool.__name__}"}}</tool_call>', "ok"]
-    told = ScriptedEngine(lambda ids, seed: spelled(TOKENIZER, script.pop(0)))
-    (done,) = run(told, tool_rollout(agent(tool)), [[5]], TOKENIZER)
+    scripted = ScriptedEngine(lambda ids, seed: spelled(TOKENIZER, script.pop(0)))
+    (done,) = run(scripted, tool_rollout(agent(tool)), [[5]], TOKENIZER)
     assert f"Error: {named}" in TOKENIZER.decode(done.response_ids)
     assert (done.error, done.metrics["tools/errors/exception"]) == ("", 1.0)
 
@@ -249,19 +249,19 @@ def test_a_sampler_may_raise_anything_and_all_its_episodes_have_failed() -> None
 
             thread = EngineThread()
             work = sample_batch(engine(), TOKENIZER, sampler, batch, settings, score, 300)  # type: ignore[arg-type]
-            found = thread.run(work, 300, "a rollout")
+            trajectories = thread.run(work, 300, "a rollout")
             thread.close()
-            assert found == seen and [(t.prompt_index, t.sample_index) for t in found] == [
+            assert trajectories == seen and [(t.prompt_index, t.sample_index) for t in trajectories] == [
                 (0, 0),
                 (0, 1),
                 (1, 0),
                 (1, 1),
             ]
-            assert {t.error for t in found} == {f"the sampler raised {named}"}
+            assert {t.error for t in trajectories} == {f"the sampler raised {named}"}
 
 
 class Captured:
-    """What a client's rollout sees of the server."""
+    """The part of the server that a client's rollout uses."""
 
     def open(self, **_: Any) -> str:
         return "key"
@@ -304,12 +304,12 @@ def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
     episodes = EpisodeSetup(function, TOKENIZER, rows)
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     try:
-        found = thread.run(rollout(alive, [[5]] * 2, settings, claim, score, episodes), 60, "a rollout")  # type: ignore[arg-type]
+        trajectories = thread.run(rollout(alive, [[5]] * 2, settings, claim, score, episodes), 60, "a rollout")  # type: ignore[arg-type]
     finally:
         thread.run(function.aclose(), 30, "closing")
         thread.close()
-    assert [(t.error, t.reward) for t in found if t.prompt_index == 1] == [("", 0.5)] * 2
-    return [t for t in found if t.prompt_index == 0]
+    assert [(t.error, t.reward) for t in trajectories if t.prompt_index == 1] == [("", 0.5)] * 2
+    return [t for t in trajectories if t.prompt_index == 0]
 
 
 @pytest.mark.parametrize(("error", "named"), RAISED, ids=[name.split(":")[0] for _, name in RAISED])
@@ -410,15 +410,15 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode(reward: Any) -> 
         return [first, second, third]
 
     custom.__qualname__ = "custom"
-    found = episodes_of(custom)
-    assert [t.error for t in found if t.prompt_index < 3] == [
+    trajectories = episodes_of(custom)
+    assert [t.error for t in trajectories if t.prompt_index < 3] == [
         f"ValueError: custom: the reward is {what}",
         f"ValueError: custom: the reward of turn 2 is {what}",
         f"ValueError: custom: reward_parts['style'] is {what}",
     ]
-    assert [t.error for t in found if t.prompt_index > 2] == [""] * 15
+    assert [t.error for t in trajectories if t.prompt_index > 2] == [""] * 15
     with pytest.raises(RolloutError, match="3 of 8 episodes failed"):
-        check_failures(as_answers(found), 0.1)
+        check_failures(as_answers(trajectories), 0.1)
 
 
 @pytest.mark.parametrize("where", ["reward_parts", "metrics"])
@@ -431,10 +431,10 @@ def test_a_name_that_cannot_be_written_fails_its_episode_alone(where: str) -> No
         return done
 
     custom.__qualname__ = "custom"
-    found = episodes_of(custom)
+    trajectories = episodes_of(custom)
     sentence = r"ValueError: custom: the name 'client/\ud800' is not valid Unicode"
-    assert [t.error for t in found] == [sentence if t.prompt_index == 3 else "" for t in found]
-    assert rollout_metrics(as_answers(found))["rollout/failed"] == 1
+    assert [t.error for t in trajectories] == [sentence if t.prompt_index == 3 else "" for t in trajectories]
+    assert rollout_metrics(as_answers(trajectories))["rollout/failed"] == 1
 
 
 def test_the_largest_float32_is_a_reward() -> None:
@@ -477,5 +477,7 @@ def test_an_episode_of_which_one_conversation_has_no_reward_has_failed_as_a_whol
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     work = rollout(engine(), [[5]] * 2, settings, claim, score, EpisodeSetup(two, TOKENIZER))  # type: ignore[arg-type]
-    found = asyncio.run(work)
-    assert sorted((t.prompt_index, t.error) for t in found) == [(0, "")] * 2 + [(1, "reward: f returned nan")] * 2
+    trajectories = asyncio.run(work)
+    assert (
+        sorted((t.prompt_index, t.error) for t in trajectories) == [(0, "")] * 2 + [(1, "reward: f returned nan")] * 2
+    )

@@ -115,8 +115,8 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         file.write_text(text)
     env = {"PYTHONPATH": str(tmp_path / "library")}
     args = {"taskset": {"size": 5}, "task": 7}
-    known = {"environment": "sums", "args": args, "python": sys.executable, "env": env, "tasks": 100, "workers": 1}
-    return known | {"timeout_s": 60.0}
+    defaults = {"environment": "sums", "args": args, "python": sys.executable, "env": env, "tasks": 100, "workers": 1}
+    return defaults | {"timeout_s": 60.0}
 
 
 def test_tasks_are_rows_from_the_first_on(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,24 +155,24 @@ def test_rewards_and_metrics_are_those_of_the_environment(
     rows = verifiers.rows(settings)
 
     async def play() -> list[Scored | str]:
-        pool, found = ClientProcesses(verifiers.command(settings)), list[Scored | str]()
+        pool, outcomes = ClientProcesses(verifiers.command(settings)), list[Scored | str]()
         try:
             for n, row in enumerate([*rows, *rows[3:] * 40]):
                 try:
-                    found.append(await pool.run("http://here", f"key {n}", "policy", row))
+                    outcomes.append(await pool.run("http://here", f"key {n}", "policy", row))
                 except ClientError as error:
-                    found.append(str(error))
+                    outcomes.append(str(error))
         finally:
             await pool.aclose()
-        return found
+        return outcomes
 
-    told = asyncio.run(play())
-    assert "the episode has 2 agents, but only one can be trained" in str(told[0])
-    assert "TaskError: no such sum" in str(told[2])
-    good = told[1]
+    results = asyncio.run(play())
+    assert "the episode has 2 agents, but only one can be trained" in str(results[0])
+    assert "TaskError: no such sum" in str(results[2])
+    good = results[1]
     assert isinstance(good, Scored) and good.reward == {"right": 4.0}
     assert good.metrics == {"served": 2, "servers": 1, "settings": 7, "asked": "http://here key 1 policy"}
-    served = [(each.metrics["served"], each.metrics["servers"]) for each in told if isinstance(each, Scored)]
+    served = [(result.metrics["served"], result.metrics["servers"]) for result in results if isinstance(result, Scored)]
     assert served[-1] == (21, 2) and max(served)[0] == 64  # servers are renewed after as many episodes
 
 

@@ -27,8 +27,8 @@ ESTIMATORS = {
 
 def test_leave_one_out_against_a_loop() -> None:
     for got, group in zip(advantages.leave_one_out(torch.tensor(GROUPS)).tolist(), GROUPS, strict=True):
-        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(len(group))]
-        assert got == pytest.approx([r - b for r, b in zip(group, others, strict=True)], abs=1e-6)
+        baselines = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(len(group))]
+        assert got == pytest.approx([r - b for r, b in zip(group, baselines, strict=True)], abs=1e-6)
 
 
 def test_max_rl_against_a_loop() -> None:
@@ -154,8 +154,10 @@ def test_gae_against_a_double_loop(discount: float, trace: float) -> None:
     expected = torch.zeros(5, 8)
     for row in range(5):
         tokens = sampled(row)
-        known = [float(values[row, t]) for t in tokens] + [0.0]
-        surprises = [float(rewards[row, t]) + discount * known[i + 1] - known[i] for i, t in enumerate(tokens)]
+        padded_values = [float(values[row, t]) for t in tokens] + [0.0]
+        surprises = [
+            float(rewards[row, t]) + discount * padded_values[i + 1] - padded_values[i] for i, t in enumerate(tokens)
+        ]
         for i, t in enumerate(tokens):
             expected[row, t] = sum((discount * trace) ** (j - i) * surprises[j] for j in range(i, len(tokens)))
     torch.testing.assert_close(got, expected)

@@ -64,9 +64,9 @@ def test_geometric_masking_with_token_weights_and_its_metrics_against_loops() ->
             dropped += len(tokens)
             dropped_sequences += 1
             continue
-        own = [ratio_by_definition(old, engine, row, t, "token") for t in tokens]
-        capped += sum(1 for r in own if r > 1.5)
-        weights += [min(r, 1.5) for r in own]
+        row_ratios = [ratio_by_definition(old, engine, row, t, "token") for t in tokens]
+        capped += sum(1 for r in row_ratios if r > 1.5)
+        weights += [min(r, 1.5) for r in row_ratios]
     assert dropped and capped and len(weights) > 1
     metrics = corrections.correction_metrics(sums)
     assert metrics == pytest.approx(
@@ -84,8 +84,8 @@ def test_correction_sums_add_up_over_any_split() -> None:
     old, engine = log_probabilities()
     ratios = corrections.rollout_ratios(old, engine, MASK)
     kept = corrections.within(ratios, 0.5, 2.0)
-    whole = corrections.correction_sums(ratios, 1.5, kept, MASK)
-    for key, value in whole.items():
+    expected = corrections.correction_sums(ratios, 1.5, kept, MASK)
+    for key, value in expected.items():
         rows = (corrections.correction_sums(ratios[[i]], 1.5, kept[[i]], MASK[[i]])[key] for i in range(4))
         torch.testing.assert_close(sum(rows), value)
 

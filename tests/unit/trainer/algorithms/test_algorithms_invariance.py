@@ -89,9 +89,9 @@ def part(rows: Rows, indices: list[int], lengths: list[int], extra: int, garbage
     width = max((lengths[i] for i in indices), default=1) + extra
     cut: Rows = {}
     for name, tensor in rows.items():
-        own = torch.nn.functional.pad(tensor[indices], (0, max(0, width - tensor.shape[1])))[:, :width]
+        padded = torch.nn.functional.pad(tensor[indices], (0, max(0, width - tensor.shape[1])))[:, :width]
         outside = torch.arange(width) >= torch.tensor([lengths[i] for i in indices]).unsqueeze(1)
-        cut[name] = own if name == "mask" else torch.where(outside, garbage, own)
+        cut[name] = padded if name == "mask" else torch.where(outside, garbage, padded)
     return cut
 
 
@@ -120,12 +120,12 @@ def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, esti
     counts = {how: tokens if how == "token_mean" else sequences for how in AGGREGATIONS}
     for name in LOSSES:
         for how in AGGREGATIONS:
-            whole = loss_of(rows, name, correction, estimator, how, counts)
+            full_loss = loss_of(rows, name, correction, estimator, how, counts)
             pieces = torch.stack([loss_of(b, name, correction, estimator, how, counts) for b in batches]).sum()
-            torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(pieces, full_loss, rtol=1e-6, atol=1e-9)
             gradients = [
                 torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
-                for total in (pieces, whole)
+                for total in (pieces, full_loss)
             ]
             for split, one in zip(*gradients, strict=True):
                 torch.testing.assert_close(split, one, rtol=1e-6, atol=1e-9)
@@ -143,10 +143,10 @@ def test_token_advantages_do_not_depend_on_the_split(step, discount: float, trac
     def estimate(batch: Rows) -> Tensor:
         return advantages.gae(batch["reference"], batch["old"], batch["mask"], discount, trace)[0]
 
-    whole = estimate(rows)
+    estimates = estimate(rows)
     total = torch.stack([advantages.moments(estimate(b), b["mask"]) for b in batches]).sum(dim=0)
-    torch.testing.assert_close(total, advantages.moments(whole, rows["mask"]), rtol=1e-5, atol=1e-5)
-    expected = advantages.whiten(whole, rows["mask"], total)
+    torch.testing.assert_close(total, advantages.moments(estimates, rows["mask"]), rtol=1e-5, atol=1e-5)
+    expected = advantages.whiten(estimates, rows["mask"], total)
     for indices, batch in zip(parts, batches, strict=True):
         got = advantages.whiten(estimate(batch), batch["mask"], total)
         for row, index in enumerate(indices):

@@ -24,10 +24,10 @@ def test_help_lists_every_command_and_imports_neither_torch_nor_vllm():
         "import sys\nfrom trainer.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
-    shown = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    *help_text, imported = shown.splitlines()
+    *help_text, imported = output.splitlines()
     assert imported == "[]"
     files = [
         path for path in Path(trainer.commands.__path__[0]).glob("*.py") if "\ndef add_arguments(" in path.read_text()
@@ -75,8 +75,13 @@ def test_an_impossible_path_is_one_sentence_in_every_command(
         closed.parent.mkdir()
         refuse_below(closed.parent, monkeypatch)
     assert main([word.replace("{recipe}", str(recipe)).replace("{}", str(path)) for word in COMMANDS[command]]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("hotbunk: ") and said.count("\n") == 1 and len(said) < 600 and str(path)[:40] in said
+    message = capsys.readouterr().err
+    assert (
+        message.startswith("hotbunk: ")
+        and message.count("\n") == 1
+        and len(message) < 600
+        and str(path)[:40] in message
+    )
 
 
 def refuse_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +128,9 @@ def test_no_file_is_read_or_written_in_the_locales_encoding() -> None:
             modes = [
                 a.value for a in node.args if isinstance(a, ast.Constant) and re.fullmatch("[rwax+]+", str(a.value))
             ]
-            given = len(node.args)
-            if (name, given) in (("read_text", 0), ("write_text", 1)) or (name in ("open", "TemporaryFile") and modes):
+            argument_count = len(node.args)
+            if (name, argument_count) in (("read_text", 0), ("write_text", 1)) or (
+                name in ("open", "TemporaryFile") and modes
+            ):
                 unsaid.append(f"{file}:{node.lineno}")
     assert unsaid == []

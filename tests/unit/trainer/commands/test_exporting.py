@@ -148,6 +148,6 @@ def test_an_export_that_fails_is_one_sentence(run: Path, capsys: pytest.CaptureF
     }
     for words, expected in cases.items():
         assert main(words) == 2
-        said = capsys.readouterr().err
-        assert expected in said and "Traceback" not in said and not (run / "model_step_10").exists()
+        message = capsys.readouterr().err
+        assert expected in message and "Traceback" not in message and not (run / "model_step_10").exists()
     assert load_config(run / "config.yaml", []).run.name == "mine"

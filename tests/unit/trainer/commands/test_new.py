@@ -14,18 +14,18 @@ from trainer import cli
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["a tiny model", "a model of one's own"])
+@pytest.mark.parametrize("with_model", [False, True], ids=["a tiny model", "a model of one's own"])
 def test_the_written_recipe_passes_all_checks(
-    own: bool, tmp_path: Path, tiny_model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    with_model: bool, tmp_path: Path, tiny_model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a folder with a space in its name, where the commands that it prints are the ones that were meant."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["new", "my own", *(["--model", str(tiny_model())] if own else [])]) == 0
+    assert cli.main(["new", "my own", *(["--model", str(tiny_model())] if with_model else [])]) == 0
     assert "train 'my own/recipe.yaml'\n" in capsys.readouterr().out
     assert cli.main(["train", "my own/recipe.yaml", "--dry-run"]) == 0
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["run"]["name"] == "my-own"
-    assert resolved["model"]["path"] == (str(tiny_model()) if own else "my own/model")
+    assert resolved["model"]["path"] == (str(tiny_model()) if with_model else "my own/model")
     assert resolved["reward"]["functions"] == [{"name": "my own/reward.py:asked_for", "weight": 1.0, "kwargs": {}}]
     assert cli.main(["new", "my own"]) == 2
     assert "my own/recipe.yaml exists already" in capsys.readouterr().err
@@ -37,9 +37,9 @@ def test_the_readme_shows_the_written_files(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, env={"PYTHONPATH": str(ROOT)})
     assert (tmp_path / "mine/reward.py").read_text() in README
     assert (tmp_path / "mine/data.jsonl").read_text().splitlines()[0] in README
-    shown = yaml.safe_load(README.split("```yaml\n# mine/recipe.yaml\n")[1].split("```")[0])
+    recipe = yaml.safe_load(README.split("```yaml\n# mine/recipe.yaml\n")[1].split("```")[0])
     from trainer.commands import new
 
     texts = {"name": "mine", "model": "mine/model", "data": "mine/data.jsonl", "reward": '"mine/reward.py:asked_for"'}
-    assert yaml.safe_load(new.RECIPE.format(**texts, **new.TINY)) == shown
+    assert yaml.safe_load(new.RECIPE.format(**texts, **new.TINY)) == recipe
     assert all(json.loads(line)["prompt"] for line in (tmp_path / "mine/data.jsonl").read_text().splitlines())

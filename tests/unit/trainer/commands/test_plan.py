@@ -50,15 +50,15 @@ def by_name(parts: list[MemoryPart]) -> dict[str, tuple[float, float]]:
 
 def test_the_plan_counts_images_added_in_rollouts_and_copies_of_the_server(tiny_qwen2: Path) -> None:
     """Two engines have 24 of 48 answers each, with one request per answer; four ranks train on 12 answers each."""
-    shown: dict[str, Any] = {"data": {"max_images": 2, "path": "d", "max_prompt_tokens": 100}}
-    assert "images added in rollouts" not in dict(batch_lines(recipe(tiny_qwen2, **shown), 4))
+    sections: dict[str, Any] = {"data": {"max_images": 2, "path": "d", "max_prompt_tokens": 100}}
+    assert "images added in rollouts" not in dict(batch_lines(recipe(tiny_qwen2, **sections), 4))
     client = {"client": "a.b:c", "max_image_mib": 64}
-    config = recipe(tiny_qwen2, **shown, rollout=client, engine={"tensor_parallel_size": 2})
+    config = recipe(tiny_qwen2, **sections, rollout=client, engine={"tensor_parallel_size": 2})
     assert dict(batch_lines(config, 4))["images added in rollouts"] == (
         "at most 1.50 GiB of an engine's episodes, 4.50 of requests to its server, in base64, and 0.75 of a rank that "
         "trains"
     )
-    tools = recipe(tiny_qwen2, **shown, rollout={"tools": ["a.b:c"], "max_image_mib": 64})
+    tools = recipe(tiny_qwen2, **sections, rollout={"tools": ["a.b:c"], "max_image_mib": 64})
     assert ", 0.00 of requests" in dict(batch_lines(tools, 4))["images added in rollouts"]
 
 
@@ -110,17 +110,17 @@ def test_the_plan_shows_the_host_memory_of_routes(tiny_moe: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_sizes_are_those_of_the_model(tiny_qwen2_untied: Path, ranks: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)
-    whole = sum(p.numel() for p in model.parameters())
+    parameter_count = sum(p.numel() for p in model.parameters())
     part = sum(torch.chunk(p, ranks)[0].numel() for p in model.parameters())
     config = recipe(tiny_qwen2_untied, algorithm={"kl_coef": 0.1})
     sizes = model_sizes(config, config.model.path)
     parts = by_name(trainer_parts(config, sizes, ranks, 80.0))
-    assert sizes.total == whole
+    assert sizes.total == parameter_count
     assert parts["policy: float32 weights"] == (4 * part, 4 * part)
     assert parts["policy: Adam's moments"] == (8 * part, 8 * part)
     assert parts["policy: gradients"] == (0, 4 * part)
     assert parts["reference: weights"] == (4 * part, 4 * part)
-    assert sizes.rest + 2 * sizes.layer == whole
+    assert sizes.rest + 2 * sizes.layer == parameter_count
 
 
 def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -> None:
@@ -140,10 +140,10 @@ def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> Non
     sizes = model_sizes(config, config.model.path, config.lora)
     parts = by_name(trainer_parts(config, sizes, 1, 80.0))
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
-    whole = sum(p.numel() for p in model.parameters())
+    parameter_count = sum(p.numel() for p in model.parameters())
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=lora["target_modules"]))
     trained = peft.get_nb_trainable_parameters()[0]
-    assert parts["policy: weights to compute with"] == (2 * whole, 2 * whole)
+    assert parts["policy: weights to compute with"] == (2 * parameter_count, 2 * parameter_count)
     assert parts["policy: float32 weights"] == (4 * trained, 4 * trained)
     assert parts["policy: gradients"] == (0, 4 * trained)
     assert "reference: weights" not in parts  # the base is its own
@@ -240,9 +240,9 @@ def test_sharding_by_zero_depends_on_its_stage(
     config = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"})
     sizes = model_sizes(config, config.model.path)
     parts = by_name(trainer_parts(config, sizes, 4, 80.0))
-    whole, part = sizes.total, shard(sizes.shapes, 4)
-    assert parts["policy: weights to compute with"][0] == 2 * (whole if whole_weights else part)
-    assert parts["policy: gradients"][1] == 4 * (whole if whole_gradients else part)
+    total, part = sizes.total, shard(sizes.shapes, 4)
+    assert parts["policy: weights to compute with"][0] == 2 * (total if whole_weights else part)
+    assert parts["policy: gradients"][1] == 4 * (total if whole_gradients else part)
     assert parts["policy: gradients"][0] == (4 * part if stage == 3 else 0), "ZeRO-3 keeps its buffer"
     away = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "offload_optimizer": True})
     assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: Adam's moments"] == (0, 0)
@@ -314,9 +314,9 @@ def test_a_plan_is_shown_without_loading_weights_or_data(
     monkeypatch.setattr("trainer.policy.hf_format.load_sharded", refuse)
     monkeypatch.setattr("trainer.data.load_rows", refuse)
     assert main(["plan", str(written), "--ranks", "4", "--device-gib", "80.5"]) == 0
-    shown = capsys.readouterr().out
-    assert "4, on cpu" in shown and "12 prompts x 4 = 48" in shown and "times 4, of 80.5 GiB" in shown
-    assert max(map(len, shown.splitlines())) <= 120
+    output = capsys.readouterr().out
+    assert "4, on cpu" in output and "12 prompts x 4 = 48" in output and "times 4, of 80.5 GiB" in output
+    assert max(map(len, output.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     start = f"while answers are generated a rank needs {needed:.1f} GiB, and its device has 48.0 (engine: KV cache 60.0"
     assert sentence.startswith(start) and "lower engine.kv_cache_gib" in sentence
     kept = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0, "sleep": False})
-    assert [each.partition(" a rank")[0] for each in over_budget(kept, model, 2, 48.0)] == [
+    assert [problem.partition(" a rank")[0] for problem in over_budget(kept, model, 2, 48.0)] == [
         "while answers are generated", "while the policy is updated",
     ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 48 * GIB))
@@ -375,10 +375,10 @@ def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(
     here = ["--model.path", str(model), "--data.path", str(data), "--run.output_dir", str(tmp_path / "runs")]
     recipe = [str(ROOT / "scripts" / "recipes" / file), *here]
     assert main(["plan", *recipe, "--ranks", "8", "--gpu", "h100"]) == 0
-    shown = capsys.readouterr().out
-    (total,) = [line.replace("│", " ").split() for line in shown.splitlines() if line.startswith("│ sum")]
+    output = capsys.readouterr().out
+    (total,) = [line.replace("│", " ").split() for line in output.splitlines() if line.startswith("│ sum")]
     assert all(float(gib) < 72 for gib in total[1:3]), total
-    assert "answers an update and 4 ranks that share them" in shown and "update: exchanges" in shown
+    assert "answers an update and 4 ranks that share them" in output and "update: exchanges" in output
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert main(["train", *recipe, "--dry-run"]) == 0
     assert "sequence_parallel: 4" in capsys.readouterr().out

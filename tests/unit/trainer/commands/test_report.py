@@ -57,9 +57,9 @@ def cells(lines: Iterator[Sequence[str]]) -> dict[str, list[str]]:
 def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
     record = read_record(run)
     assert state(record).startswith("3 steps in 1 min 10 s, the last of them at ")
-    told = cells(figures(record.rows))
-    assert told["reward/mean"] == ["0.5", "0.75 (step 2)", "0.25", "▅█▁"]
-    assert told["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"] and "eval/maths/pass@4" in told
+    table = cells(figures(record.rows))
+    assert table["reward/mean"] == ["0.5", "0.75 (step 2)", "0.25", "▅█▁"]
+    assert table["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"] and "eval/maths/pass@4" in table
     assert cells(phases(record.rows))["rollout"] == ["8 s", "80.0%", "4 s", "5 s (step 2)"]
     gib = cells(memory(record.rows))
     assert gib == {"engine awake": ["1.50"], "offloaded": ["0.25"], "peak allocated": ["3.00"]}
@@ -75,13 +75,13 @@ def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
 def test_failed_rewards_are_reported_by_function_and_kind() -> None:
     kinds = ({"f/timeout": 2.0}, {"f/timeout": 1.0, "g/raised": 1.0})
     rows: list[dict[str, Any]] = [
-        {"train/step": n, "reward/errors": 2.0} | {f"reward/errors/{name}": count for name, count in own.items()}
-        for n, own in enumerate(kinds)
+        {"train/step": n, "reward/errors": 2.0} | {f"reward/errors/{name}": count for name, count in counts.items()}
+        for n, counts in enumerate(kinds)
     ]
     rows[1]["eval/misjudged"] = 0.125
-    told = list(remarks(rows))
-    assert "4 answers on which a reward function failed (f/timeout 3, g/raised 1)" in told
-    assert "held-out answers counted as wrong since a reward function failed: 12.5% at most" in told
+    lines = list(remarks(rows))
+    assert "4 answers on which a reward function failed (f/timeout 3, g/raised 1)" in lines
+    assert "held-out answers counted as wrong since a reward function failed: 12.5% at most" in lines
 
 
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
@@ -104,13 +104,13 @@ def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
         assert math.isnan(state.largest_gap or 0.0)
 
 
-@pytest.mark.parametrize(("gap", "shown"), [(None, "not measured between"), (2e-5, "at most 2.0e-05 nats between")])
-def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | None, shown: str, run: Path) -> None:
+@pytest.mark.parametrize(("gap", "text"), [(None, "not measured between"), (2e-5, "at most 2.0e-05 nats between")])
+def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | None, text: str, run: Path) -> None:
     summary, report = finished(run, RunState(step=3, seconds=70.0, largest_gap=gap))
     assert summary["max_logprob_gap"] == gap
     console = Console(width=120, file=(screen := io.StringIO()))
     console.print(report.render())
-    assert shown in screen.getvalue()
+    assert text in screen.getvalue()
 
 
 def test_answers_in_slices_have_a_line_for_their_age() -> None:
@@ -145,22 +145,22 @@ def test_a_run_that_has_not_learned_says_so_on_its_last_screen_and_in_the_report
     console = Console(width=120, file=(screen := io.StringIO()))
     console.print(report.render())
     assert main(["report", str(run)]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for sentence in (
         "This run has not learned: its mean reward went from 0.25",
         "every answer got the same reward, 0.25",
     ):
-        assert sentence in screen.getvalue() and sentence in shown and sentence in (run / "report.html").read_text()
+        assert sentence in screen.getvalue() and sentence in output and sentence in (run / "report.html").read_text()
 
 
 def test_a_killed_run_is_reported_up_to_its_last_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(whole[: whole.rindex("{") + 40])
+    content = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(content[: content.rindex("{") + 40])
     (run / "completions.jsonl").unlink()
     assert [row["train/step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2]
     assert main(["report", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "Not finished: 2 of 3 steps in 10 s" in said and "reward/mean" in said and f"{run}/report.html" in said
+    output = capsys.readouterr().out
+    assert "Not finished: 2 of 3 steps in 10 s" in output and "reward/mean" in output and f"{run}/report.html" in output
     assert "Not finished: 2 of 3 steps in 10 s" in (run / "report.html").read_text()
 
 

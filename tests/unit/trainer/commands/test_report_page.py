@@ -154,7 +154,7 @@ def test_tokens_are_coloured_by_the_chosen_figure_for_every_step(browser: Browse
     blue, red, orange = "rgba(59, 111, 182, ", "rgba(200, 80, 75, ", "rgba(224, 139, 43, "
     assert seen["gap"][0].startswith(blue) and seen["gap"][2].startswith(red)
     assert seen["advantage"][0].startswith(red) and seen["entropy"][0].startswith(orange[:10])
-    assert {each[1] for each in seen.values()} == {""}  # a tool's token has no figures
+    assert {entry[1] for entry in seen.values()} == {""}  # a tool's token has no figures
     titles = browser.run("return [...document.querySelectorAll('#tokens .tokens span')].map(each => each.title)")
     assert titles == ["gap 0.002\nentropy 0.5\nadvantage -1.5", "", "gap -0.001\nentropy 1\nadvantage -1.5"]
     browser.run("const s = document.getElementById('step'); s.value = 4; s.dispatchEvent(new Event('change'))")
@@ -205,9 +205,9 @@ def test_a_port_that_is_taken_ends_in_one_sentence(run: Path) -> None:
 
 def test_nothing_in_the_json_can_end_its_element() -> None:
     """A parser of HTML sees `<` only where the template has it; what is read back is the text as it is shown."""
-    told = embedded({"text": HOSTILE, HOSTILE: [HOSTILE], "gone": float("nan")})
-    assert not set("<>&") & set(told) and told.isprintable()
-    assert json.loads(told) == {"text": SHOWN, SHOWN: [SHOWN], "gone": None}
+    text = embedded({"text": HOSTILE, HOSTILE: [HOSTILE], "gone": float("nan")})
+    assert not set("<>&") & set(text) and text.isprintable()
+    assert json.loads(text) == {"text": SHOWN, SHOWN: [SHOWN], "gone": None}
     assert visible("tab\tline\nümläut 数 👩\u200d🚀") == "tab\tline\nümläut 数 👩\u200d🚀"
 
 

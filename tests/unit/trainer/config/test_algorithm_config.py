@@ -91,18 +91,18 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
     ],
 )
 def test_conflicting_keys_are_named(algorithm: dict[str, Any], sentence: str) -> None:
-    (found,) = problems(algorithm)
-    assert re.match(f"algorithm.{sentence}", found), found
+    (problem,) = problems(algorithm)
+    assert re.match(f"algorithm.{sentence}", problem), problem
 
 
 def test_the_plain_policy_gradient_has_one_update() -> None:
-    (found,) = problems({"preset": "rloo"}, batch={"updates_per_step": 4})
-    assert "batch.updates_per_step * algorithm.num_iterations = 4" in found
+    (problem,) = problems({"preset": "rloo"}, batch={"updates_per_step": 4})
+    assert "batch.updates_per_step * algorithm.num_iterations = 4" in problem
 
 
 def test_a_shared_critic_is_of_use_to_gae_only() -> None:
-    (found,) = problems({}, critic={"shared": True})
-    assert found.startswith("critic.shared is set, but algorithm.advantage is group")
+    (problem,) = problems({}, critic={"shared": True})
+    assert problem.startswith("critic.shared is set, but algorithm.advantage is group")
     assert problems({"preset": "ppo"}, critic={"shared": True}) == []
 
 

@@ -193,7 +193,7 @@ def test_checking_a_folder_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 def test_the_memory_of_gpus_comes_from_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     tool = tmp_path / "nvidia-smi"
-    for said, expected in (("echo 81920\necho 24576", 80.0), ("echo N/A", None), ("exit 9", None)):
-        tool.write_text(f"#!/bin/sh\n{said}\n")
+    for command, expected in (("echo 81920\necho 24576", 80.0), ("echo N/A", None), ("exit 9", None)):
+        tool.write_text(f"#!/bin/sh\n{command}\n")
         tool.chmod(0o755)
         assert device_gib() == expected

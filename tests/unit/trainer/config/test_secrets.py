@@ -79,13 +79,13 @@ def test_no_file_of_a_run_contains_values_of_the_environment(recipe: Path, capsy
     run = saved_run(config)
     assert main(["report", str(run)]) == 0
     assert main(["train", str(recipe), "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     texts = {str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()}
     assert {"config.yaml", "report.html", "checkpoints/step_1/extra.json"} < texts.keys()
     assert any(re.match(r"wandb/offline-run.*/.*\.wandb", name) for name in texts)
     assert [name for name, text in texts.items() if KEY.encode() in text] == []
     assert [name for name, text in texts.items() if LITERAL.encode() in text] == ["config.yaml"]  # which is run again
-    assert KEY not in shown and LITERAL not in shown and "Bearer ***" in shown
+    assert KEY not in output and LITERAL not in output and "Bearer ***" in output
     assert "Bearer ***" in texts["report.html"].decode()
     for name in ("config.yaml", "checkpoints/step_1/extra.json"):
         assert stat.S_IMODE((run / name).stat().st_mode) == 0o600
@@ -162,8 +162,8 @@ def test_interpolations_that_multiply_are_refused_before_they_fill_the_memory(
         text["rollout"]["kwargs"] = {"s0": start} | {f"s{n}": tenfold(f"s{n - 1}") for n in range(1, 10)}
         recipe.write_text(yaml.safe_dump(text))
         assert main(["train", str(recipe), "--dry-run"]) == 2
-        said = capsys.readouterr().err
-        assert "interpolations insert more than 1048576 characters" in said and said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert "interpolations insert more than 1048576 characters" in message and message.count("\n") == 1
     text["rollout"]["kwargs"] = {"long": "x" * 2**21}  # no interpolation
     recipe.write_text(yaml.safe_dump(text))
     assert len(load_config(recipe, []).rollout.kwargs["long"]) == 2**21

@@ -85,5 +85,5 @@ def test_a_way_in_the_recipe_is_kept(config: dict) -> None:
 def test_obstacles_to_reading_shards_are_named(config: dict, changes: dict, ranks: int, sentence: str) -> None:
     right = PLAIN | {"sync": {"way": "pull"}}
     assert problems(config, right, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == []
-    found = problems(config, right | changes, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="2")
-    assert any(p.startswith("sync.way: pull lets engines read") and sentence in p for p in found), found
+    messages = problems(config, right | changes, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="2")
+    assert any(p.startswith("sync.way: pull lets engines read") and sentence in p for p in messages), messages

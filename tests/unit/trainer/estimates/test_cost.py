@@ -142,7 +142,9 @@ def test_with_a_lag_the_longer_of_rollout_and_update_counts(tiny_qwen2: Path, lo
     gpu = (
         replace(GPU, memory_rate=1e14, flops=1e14) if longer == "update" else replace(GPU, memory_rate=1e12, flops=1e17)
     )
-    costs, one = (step_costs(each, BILLION, 8, gpu, Lengths(prompt=100, answer=300)) for each in (apart, without))
+    costs, one = (
+        step_costs(run_plan, BILLION, 8, gpu, Lengths(prompt=100, answer=300)) for run_plan in (apart, without)
+    )
     rollout, update = one[0].seconds, sum(cost.seconds for cost in one[2:])
     assert (rollout > update) == (longer == "rollout")
     assert sum(cost.seconds for cost in costs) == pytest.approx(one[1].seconds + max(rollout, update))
@@ -170,7 +172,7 @@ def test_rank_splits_that_fit_are_compared_and_the_fastest_is_named(tiny_qwen2: 
         f"engine.placement: ranks, engine.ranks: {ahead.apart}, rollout.lag: 1: {ahead.seconds:.2f} s a step"
     )
     assert lines[2].endswith(f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}")
-    assert [each.apart % 8 for each in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], "whole nodes"
+    assert [split.apart % 8 for split in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], "whole nodes"
     assert not any(compared(plan, BILLION, 8, replace(GPU, memory_gib=1.0), lengths)), "none fits"
     three = config(tiny_qwen2, engine={"tensor_parallel_size": 3})
     assert (
@@ -188,10 +190,10 @@ def test_a_plan_for_a_gpu_has_seconds_and_mfu(
     path.write_text(yaml.safe_dump(config(tiny_qwen2, run={"device": "auto"}).model_dump(mode="json")))
     for gpu in GPUS:
         assert main(["plan", str(path), "--ranks", "8", "--gpu", gpu, "--answer-tokens", "50"]) == 0
-        shown = capsys.readouterr().out
-        assert "8, on cuda" in shown and f"of {GPUS[gpu].memory_gib:.1f} GiB" in shown and "MFU" in shown
-        assert "every rank does both: " in shown and "rollout.lag: 1: " in shown
-        assert "prompts of 50 and answers of 50 tokens" in shown and max(map(len, shown.splitlines())) <= 120
+        output = capsys.readouterr().out
+        assert "8, on cuda" in output and f"of {GPUS[gpu].memory_gib:.1f} GiB" in output and "MFU" in output
+        assert "every rank does both: " in output and "rollout.lag: 1: " in output
+        assert "prompts of 50 and answers of 50 tokens" in output and max(map(len, output.splitlines())) <= 120
     assert main(["plan", str(path), "--ranks", "8", "--gpu", "h100", "--answer-tokens", "101"]) == 2
     assert "--answer-tokens is 101, but the recipe allows 1 to 100: choose from these" in capsys.readouterr().err
     assert main(["plan", str(path), "--gpu", "h1000"]) == 2

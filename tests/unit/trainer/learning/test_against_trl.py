@@ -127,12 +127,12 @@ def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
     advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
     rows = list(range(len(LENGTHS)))
     layout, beside = Layout.of(mask, LENGTHS), reference if config.kl_coef else None
-    own = MicroBatch(ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside)
+    micro_batch = MicroBatch(ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside)
     if config.high_entropy_share < 1:
         before = Outputs(data["new"].detach(), data["entropy"].detach())
-        mark_high_entropy([own], [before], config.high_entropy_share)
-    loss = PolicyLoss(config, MiniBatch([], [own], int(TOKENS), int(ROWS)), LONGEST)
-    return loss(own, Outputs(data["new"], data["entropy"]))[0]
+        mark_high_entropy([micro_batch], [before], config.high_entropy_share)
+    loss = PolicyLoss(config, MiniBatch([], [micro_batch], int(TOKENS), int(ROWS)), LONGEST)
+    return loss(micro_batch, Outputs(data["new"], data["entropy"]))[0]
 
 
 BATCHES = {"ordinary": batch, "far": lambda: awkward("far"), "huge": lambda: awkward("huge")}

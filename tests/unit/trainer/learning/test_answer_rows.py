@@ -22,18 +22,22 @@ def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[
     logprobs = torch.log_softmax(TablePolicy().table / TEMPERATURE, dim=1)
     place = watched.answer.prompt_index, watched.answer.sample_index
     episode = [t for t in step if (t.prompt_index, t.sample_index) == place]
-    (own,) = [t for t in episode if t.response_ids[t.loss_mask.index(1) :] == watched.ids]
-    group = [each for each in by_episode(step) if each[0].prompt_index == place[0] and not any(t.error for t in each)]
-    advantage = episode[-1].reward - fmean(each[-1].reward for each in group)
+    (trajectory,) = [t for t in episode if t.response_ids[t.loss_mask.index(1) :] == watched.ids]
+    group = [
+        sibling
+        for sibling in by_episode(step)
+        if sibling[0].prompt_index == place[0] and not any(t.error for t in sibling)
+    ]
+    advantage = episode[-1].reward - fmean(sibling[-1].reward for sibling in group)
     figures: dict[str, list[float | None]] = {"gap": [], "entropy": [], "advantage": []}
-    ids = own.prompt_ids + own.response_ids
-    for number in range(own.loss_mask.index(1), len(own.response_ids)):
-        at = len(own.prompt_ids) + number
-        row, sampled = logprobs[ids[at - 1]], own.loss_mask[number]
-        values = row[ids[at]] - own.logprobs[number], -(row.exp() * row).sum(), advantage
+    ids = trajectory.prompt_ids + trajectory.response_ids
+    for number in range(trajectory.loss_mask.index(1), len(trajectory.response_ids)):
+        at = len(trajectory.prompt_ids) + number
+        row, sampled = logprobs[ids[at - 1]], trajectory.loss_mask[number]
+        values = row[ids[at]] - trajectory.logprobs[number], -(row.exp() * row).sum(), advantage
         for name, value in zip(figures, values, strict=True):
             figures[name].append(float(value) if sampled else None)
-    return own.response_ids[own.loss_mask.index(1) :], figures
+    return trajectory.response_ids[trajectory.loss_mask.index(1) :], figures
 
 
 @pytest.mark.parametrize(
@@ -58,14 +62,14 @@ def test_each_token_has_the_figures_of_the_pass_before_the_update(
         learner.learn(*as_step(step), step=1)
         return learner.watched, policy.table
 
-    (watched, table), *others = on_ranks(ranks, rank)
-    assert len(watched) == 5 and not any(found for found, _ in others)
-    for each in watched:
-        ids, figures = expected(step, each)
-        assert each.ids == ids
+    (watched, table), *other_ranks = on_ranks(ranks, rank)
+    assert len(watched) == 5 and not any(rows for rows, _ in other_ranks)
+    for answer in watched:
+        ids, figures = expected(step, answer)
+        assert answer.ids == ids
         for name, values in figures.items():
-            assert each.figures[name] == [None if v is None else pytest.approx(v, abs=1e-5) for v in values], name
-    assert any(None in each.figures["gap"] for each in watched)  # tokens of tools are among them
+            assert answer.figures[name] == [None if v is None else pytest.approx(v, abs=1e-5) for v in values], name
+    assert any(None in answer.figures["gap"] for answer in watched)  # tokens of tools are among them
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"tokens_per_step": 0})})
     (none, without), *_ = on_ranks(ranks, rank)
     assert none == [] and torch.equal(without, table)  # to look changes nothing

@@ -29,8 +29,8 @@ from trainer.types import Sample
 
 def test_every_rank_has_a_summary_of_all_trajectories() -> None:
     step = random_step(6, 3, seed=4)
-    for found in on_ranks(3, lambda: as_answers(step)):
-        for answer, t in zip(found, sorted(step, key=lambda t: (t.prompt_index, t.sample_index)), strict=True):
+    for answers in on_ranks(3, lambda: as_answers(step)):
+        for answer, t in zip(answers, sorted(step, key=lambda t: (t.prompt_index, t.sample_index)), strict=True):
             assert (answer.prompt_index, answer.sample_index, answer.reward) == (
                 t.prompt_index, t.sample_index, t.reward,
             )  # fmt: skip
@@ -49,8 +49,8 @@ def test_each_sequence_goes_only_to_the_rank_that_trains_on_it(ranks: int) -> No
 
     def mine() -> list[tuple[int, Sample, Sample]]:
         answers = [as_answers(step), as_answers(step)[::-1]]
-        shares = [assign_to_ranks([t.length for t in each], ranks) for each in answers]
-        found = exchange_samples(answers, shares, to_sample)
+        shares = [assign_to_ranks([t.length for t in part], ranks) for part in answers]
+        exchanged = exchange_samples(answers, shares, to_sample)
         by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
         expected = [
             [order[i] for i in by_rank[rank()]]
@@ -58,11 +58,11 @@ def test_each_sequence_goes_only_to_the_rank_that_trains_on_it(ranks: int) -> No
         ]
         return [
             (id(t), sample, to_sample(t))
-            for own, samples in zip(expected, found, strict=True)
-            for t, sample in zip(own, samples, strict=True)
+            for trajectories, samples in zip(expected, exchanged, strict=True)
+            for t, sample in zip(trajectories, samples, strict=True)
         ]
 
-    everyones = [triple for each in on_ranks(ranks, mine) for triple in each]
+    everyones = [triple for triples in on_ranks(ranks, mine) for triple in triples]
     assert set(Counter(who for who, _, _ in everyones).values()) == {2} and len(everyones) == 2 * len(step)
     for _, got, wanted in everyones:
         assert got.input_ids == wanted.input_ids and got.loss_mask == wanted.loss_mask
@@ -139,8 +139,8 @@ def test_rank_0_gets_all_rows_of_answers_in_order() -> None:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: f"prompt {ids}")
     for t in step:
         t.text = f"{t.prompt_index} {t.sample_index}"
-    rows, *others = on_ranks(3, lambda: answer_rows(as_answers(step)[:6], prompts, tokenizer))
-    assert others == [[], []]
+    rows, *other_rows = on_ranks(3, lambda: answer_rows(as_answers(step)[:6], prompts, tokenizer))
+    assert other_rows == [[], []]
     first = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))[:6]
     assert rows == [
         {
@@ -157,8 +157,8 @@ def test_the_words_of_the_first_error_are_known_everywhere() -> None:
     step = random_step(4, 2, seed=1)
     for t in step:
         t.error = f"prompt {t.prompt_index} é\ud800" if t.prompt_index in (1, 2) else ""
-    for number, found in enumerate(on_ranks(3, lambda: as_answers(step))):
-        errors = [(answer.prompt_index, answer.error) for answer in found if answer.error]
+    for number, answers in enumerate(on_ranks(3, lambda: as_answers(step))):
+        errors = [(answer.prompt_index, answer.error) for answer in answers if answer.error]
         assert errors[0] == (1, "prompt 1 é?")
         assert all(
             words.startswith("prompt 2" if number == 2 else "an error on rank 2") for p, words in errors if p == 2
@@ -186,37 +186,39 @@ class Sent(Exception):
 @pytest.mark.parametrize("ranks", [1, 64, 512])
 def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -> None:
     """Counted by what each of so many ranks, 16 answers on each, would send to each."""
-    share, known, told, tokens = 16, [], [], [0] * ranks
+    share, all_answers, message_sizes, tokens = 16, [], [], [0] * ranks
     for number in range(ranks):
-        own = [spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)]
-        with patch("trainer.learning.answers.send_to_all", lambda payload: told.append(len(payload)) or [payload]):
-            known += gather_answers(own)
-    shares = [assign_to_ranks([answer.length for answer in known], ranks)]
-    trajectories = [answer.trajectory for answer in known]
+        local_trajectories = [spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)]
+        with patch(
+            "trainer.learning.answers.send_to_all", lambda payload: message_sizes.append(len(payload)) or [payload]
+        ):
+            all_answers += gather_answers(local_trajectories)
+    shares = [assign_to_ranks([answer.length for answer in all_answers], ranks)]
+    trajectories = [answer.trajectory for answer in all_answers]
 
     def count(payloads: list[bytes]) -> None:
         for receiver, payload in enumerate(payloads):
             tokens[receiver] += len(payload)
         raise Sent
 
-    for answer in known:
+    for answer in all_answers:
         answer.trajectory = None
     for sender in range(ranks):
         here = slice(sender * share, (sender + 1) * share)
-        for answer, trajectory in zip(known[here], trajectories[here], strict=True):
+        for answer, trajectory in zip(all_answers[here], trajectories[here], strict=True):
             answer.trajectory = trajectory
         with (
             patch("trainer.learning.answers.all_to_all_bytes", count),
             patch("trainer.learning.answers.world_size", lambda: ranks),
         ):
             with pytest.raises(Sent):
-                exchange_samples([known], shares, to_sample)
-        for answer in known[here]:
+                exchange_samples([all_answers], shares, to_sample)
+        for answer in all_answers[here]:
             answer.trajectory = None
     for receiver, positions in enumerate(shares[0]):
-        assert tokens[receiver] == 9 * sum(known[place].length for place in positions)
+        assert tokens[receiver] == 9 * sum(all_answers[place].length for place in positions)
     sizes = 2 * 2 * 8 * ranks  # before either exchange each says that it is ready, and how much it sends
-    assert sum(told) + sizes <= 32 * len(known)
+    assert sum(message_sizes) + sizes <= 32 * len(all_answers)
     assert max(tokens) <= 9 * (share * 70 + 80)  # the share, and the longest answer
 
 
@@ -228,17 +230,17 @@ def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
     tmp_path: Path,
 ) -> None:
     """They are in no message to a rank that does not train on them, nor to all."""
-    [common, own, late] = images((20, 10), (8, 8), (9, 5))
+    [common, repeated, late] = images((20, 10), (8, 8), (9, 5))
     (tmp_path / "common.png").write_bytes(common.data)
     stored = StoredImage(lambda: tmp_path / "common.png", common.digest, common.size)
     step = random_step(4, 2, seed=3)
     for number, t in enumerate(step):
-        t.images = [(common,), (own, common, own), (), (late,)][number % 4]
+        t.images = [(common,), (repeated, common, repeated), (), (late,)][number % 4]
         t.image_spans = tuple((3 * at, at + 1) for at in range(len(t.images)))
     sizes: list[int] = []
 
     def counted(payloads: list[bytes]) -> Any:
-        sizes.extend(payload.count(common.data) + 100 * payload.count(own.data) for payload in payloads)
+        sizes.extend(payload.count(common.data) + 100 * payload.count(repeated.data) for payload in payloads)
         return all_to_all_bytes(payloads)
 
     def mine() -> list[tuple[Sample, Sample]]:
@@ -246,16 +248,16 @@ def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
         for answer in answers:
             answer.stored_images = (stored,)
         shares = assign_to_ranks([t.length for t in answers], 2)
-        [found] = exchange_samples([answers], [shares], to_sample)
+        [exchanged] = exchange_samples([answers], [shares], to_sample)
         by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
-        return [(sample, to_sample(by_order[at])) for sample, at in zip(found, shares[rank()], strict=True)]
+        return [(sample, to_sample(by_order[at])) for sample, at in zip(exchanged, shares[rank()], strict=True)]
 
     with patch("trainer.learning.answers.all_to_all_bytes", counted):
-        pairs = [pair for found in on_ranks(2, mine) for pair in found]
+        pairs = [pair for received in on_ranks(2, mine) for pair in received]
     assert len(pairs) == len(step)
-    for found, expected in pairs:
-        assert (found.images, found.image_spans) == (expected.images, expected.image_spans)
-        assert [image.data for image in found.images] == [image.data for image in expected.images]
+    for received, expected in pairs:
+        assert (received.images, received.image_spans) == (expected.images, expected.image_spans)
+        assert [image.data for image in received.images] == [image.data for image in expected.images]
     assert max(size // 100 for size in sizes) == 1 and not any(size % 100 for size in sizes)
     (tmp_path / "common.png").write_bytes(late.data)
     with pytest.raises((UserError, RemoteError), match="an image of the data has changed"):

@@ -55,8 +55,8 @@ def test_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> 
     assert max(loads) - min(loads) <= max(lengths, default=0)
     plain: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        min(plain, key=lambda own: sum(lengths[i] for i in own)).append(index)  # the first of several
-    assert assigned == [sorted(own) for own in plain]
+        min(plain, key=lambda indices: sum(lengths[i] for i in indices)).append(index)  # the first of several
+    assert assigned == [sorted(indices) for indices in plain]
 
 
 @settings(deadline=None, max_examples=50)
@@ -116,30 +116,30 @@ def test_one_long_answer_and_many_short_ones_are_not_in_one_table() -> None:
 def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[int], ways: int) -> None:
     """In order, as many tokens each, but for one more or less; alone, a rank has it as it is."""
     (batch,) = micro_batches([sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True)
-    whole = batch.layout
+    layout = batch.layout
     cuts = [Layout.of(batch.loss_mask, batch.lengths, True, ways, place) for place in range(ways)]
-    assert whole.pack is not None and whole.pack.parts == [len(whole.pack.tokens)]
-    states, missing, begin = [], max(0, ways - len(whole.pack.tokens)), 0
+    assert layout.pack is not None and layout.pack.parts == [len(layout.pack.tokens)]
+    states, missing, begin = [], max(0, ways - len(layout.pack.tokens)), 0
     for place, cut in enumerate(cuts):
         assert cut.pack is not None and cut.pack.parts == cuts[0].pack.parts and len(cut.targets) == len(cut.states)
         assert len(cut.pack.tokens) == len(cut.pack.positions) == cut.pack.parts[place] > 0
-        assert cut.pack.lengths == whole.pack.lengths + [missing] * bool(missing)
-        assert cut.pack.starts.tolist() == whole.pack.starts.tolist() + [ways] * bool(missing)
+        assert cut.pack.lengths == layout.pack.lengths + [missing] * bool(missing)
+        assert cut.pack.starts.tolist() == layout.pack.starts.tolist() + [ways] * bool(missing)
         states += (cut.states + begin).tolist()
         begin += cut.pack.parts[place]
     assert max(cuts[0].pack.parts) - min(cuts[0].pack.parts) <= 1
     for name in ("tokens", "positions"):
         joined = torch.cat([getattr(cut.pack, name) for cut in cuts])
-        assert torch.equal(joined[: len(joined) - missing], getattr(whole.pack, name))
-    assert torch.equal(torch.cat([cut.targets for cut in cuts]), whole.targets) and states == whole.states.tolist()
+        assert torch.equal(joined[: len(joined) - missing], getattr(layout.pack, name))
+    assert torch.equal(torch.cat([cut.targets for cut in cuts]), layout.targets) and states == layout.states.tolist()
 
 
 def test_balanced_work_includes_attention() -> None:
     """One sequence of 60 is as much work as three of 30, where attention counts as much as the rest at 60."""
     samples = [sample(n) for n in (60, 30, 30, 30)]
 
-    def rows(**given: Any) -> list[list[int]]:
-        return sorted(sorted(b.rows) for b in micro_batches(samples, 10**4, 0, "cpu", 2, packing=True, **given))
+    def rows(**options: Any) -> list[list[int]]:
+        return sorted(sorted(b.rows) for b in micro_batches(samples, 10**4, 0, "cpu", 2, packing=True, **options))
 
     assert rows() == [[0, 3], [1, 2]]
     assert rows(worth=lambda length: length + length * length // 60) == [[0], [1, 2, 3]]

@@ -44,8 +44,8 @@ def _answers(minibatch: MiniBatch) -> list[tuple[Trajectory, list[float], dict]]
             first = len(trajectory.prompt_ids) - 1
             part = slice(first, first + len(trajectory.response_ids))
             names = ("old_logprobs", "ref_logprobs", "old_values", "returns", "loss_mask")
-            known = {n: x[row, part].tolist() for n in names if (x := getattr(batch, n)) is not None}
-            answers[place] = (trajectory, batch.advantages[row, part].tolist(), known)
+            columns = {n: x[row, part].tolist() for n in names if (x := getattr(batch, n)) is not None}
+            answers[place] = (trajectory, batch.advantages[row, part].tolist(), columns)
     return [answers[place] for place in range(len(everyone))]
 
 
@@ -95,8 +95,8 @@ def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], form
         rewards = []
         for episode in episodes:
             reward = answers[episode[-1]][0].reward
-            for known in (answers[i][2] for i in episode):
-                drift = zip(known["loss_mask"], known["old_logprobs"], known["ref_logprobs"], strict=True)
+            for columns in (answers[i][2] for i in episode):
+                drift = zip(columns["loss_mask"], columns["old_logprobs"], columns["ref_logprobs"], strict=True)
                 reward -= kl * 0.1 * sum(m * (old - ref) for m, old, ref in drift)
             rewards.append(reward)
         for episode, expected in zip(episodes, formula(rewards), strict=True):
@@ -106,13 +106,13 @@ def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], form
 
 def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode: list[int]) -> list[list[float]]:
     """For each trajectory of an episode what its turns were given; the very last has what no turn was given."""
-    given = []
-    for trajectory, _, known in (answers[i] for i in episode):
-        turns = max(turn_numbers(known["loss_mask"])) + 1
-        given.append((trajectory.turn_rewards or [0.0] * turns)[:turns])
-    given[-1][-1] = 0.0
-    given[-1][-1] = answers[episode[-1]][0].reward - sum(map(sum, given))
-    return given
+    rewards = []
+    for trajectory, _, columns in (answers[i] for i in episode):
+        turns = max(turn_numbers(columns["loss_mask"])) + 1
+        rewards.append((trajectory.turn_rewards or [0.0] * turns)[:turns])
+    rewards[-1][-1] = 0.0
+    rewards[-1][-1] = answers[episode[-1]][0].reward - sum(map(sum, rewards))
+    return rewards
 
 
 @pytest.mark.parametrize("std", [True, False])
@@ -123,7 +123,9 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
     for episodes in groups_of(answers):
         returns = {}
         for number, episode in enumerate(episodes):
-            rewards = [reward for given in rewards_by_turn(answers, episode) for reward in given]
+            rewards = [
+                reward for trajectory_rewards in rewards_by_turn(answers, episode) for reward in trajectory_rewards
+            ]
             for turn in range(len(rewards)):
                 returns[number, turn] = sum(0.9**k * reward for k, reward in enumerate(rewards[turn:]))
         for number, episode in enumerate(episodes):
@@ -153,25 +155,25 @@ def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: 
             at_ends[i] = [*by_turn[place][:-1], by_turn[place][-1] + sum(map(sum, by_turn[place + 1 :]))]
             if credit == "outcome":
                 at_ends[i] = [0.0] * (len(by_turn[place]) - 1) + [answers[episode[-1]][0].reward]
-    for place, (_, _, known) in enumerate(answers):
-        numbers, given = turn_numbers(known["loss_mask"]), at_ends[place]
+    for place, (_, _, columns) in enumerate(answers):
+        numbers, turn_rewards = turn_numbers(columns["loss_mask"]), at_ends[place]
         row = [0.0] * len(numbers)
         upcoming = value_after = 0.0
         for t in reversed(range(len(numbers))):
             if numbers[t] < 0:
                 continue
             ends = t + 1 == len(numbers) or numbers[t + 1] < 0
-            reward = given[numbers[t]] * ends - 0.1 * (known["old_logprobs"][t] - known["ref_logprobs"][t])
+            reward = turn_rewards[numbers[t]] * ends - 0.1 * (columns["old_logprobs"][t] - columns["ref_logprobs"][t])
             if advantage == "gae":
-                value = known["old_values"][t]
+                value = columns["old_values"][t]
                 upcoming = reward + 0.9 * value_after - value + 0.9 * 0.8 * upcoming
-                assert known["returns"][t] == pytest.approx(upcoming + value, abs=1e-5)
+                assert columns["returns"][t] == pytest.approx(upcoming + value, abs=1e-5)
                 value_after = value
             else:
                 upcoming = reward + 0.9 * upcoming
             row[t] = upcoming
         raw.append(row)
-    masks = [known["loss_mask"] for _, _, known in answers]
+    masks = [columns["loss_mask"] for _, _, columns in answers]
     counted = [x for row, mask in zip(raw, masks, strict=True) for x, m in zip(row, mask, strict=True) if m]
     white = iter(relative(counted, True))
     for (_, got, _), mask in zip(answers, masks, strict=True):
@@ -184,7 +186,7 @@ def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -
     for episodes in groups_of(answers):
         values = relative([answers[episode[-1]][0].reward for episode in episodes], False)
         centred |= {i: value for episode, value in zip(episodes, values, strict=True) for i in episode}
-    tokens = [(i, m) for i, (_, _, known) in enumerate(answers) for m in known["loss_mask"]]
+    tokens = [(i, m) for i, (_, _, columns) in enumerate(answers) for m in columns["loss_mask"]]
     white = iter(relative([centred[i] for i, m in tokens if m], True))
     expected = [next(white) if m else 0.0 for i, m in tokens]
     assert [x for _, got, _ in answers for x in got] == pytest.approx(expected, abs=2e-5)
@@ -199,11 +201,11 @@ def test_each_reward_is_made_relative_by_itself_before_they_are_added() -> None:
     for episodes in groups_of(answers):
         last = [answers[episode[-1]][0] for episode in episodes]
         longest = [max(sum(answers[i][0].loss_mask) for i in episode) for episode in episodes]
-        own = [t.reward - t.reward_parts["a"] - 0.5 * t.reward_parts["b"] for t in last]
+        remainder = [t.reward - t.reward_parts["a"] - 0.5 * t.reward_parts["b"] for t in last]
         total = zip(
             relative([t.reward_parts["a"] for t in last], True),
             [0.5 * x for x in relative([t.reward_parts["b"] for t in last], True)],
-            relative([round(x, 9) for x in own], True),
+            relative([round(x, 9) for x in remainder], True),
             relative([-min(max(n - 4, 0) / 4, 1.0) for n in longest], False),
             strict=True,
         )
@@ -277,8 +279,8 @@ def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() ->
 def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> None:
     """The answer is as good as one that the function gave `reward.error_reward`, and the others do not notice."""
     config = make_config(algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead})
-    given = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0}]
-    step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(given)]
+    all_parts = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0}]
+    step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(all_parts)]
     for trajectory in step:
         parts = trajectory.reward_parts
         trajectory.reward = 0.25 + (parts["a"] + 0.5 * parts["b"] if "b" in parts else instead)
@@ -363,9 +365,9 @@ def test_model_outputs_for_masked_tokens_do_not_affect_credit(algorithm: dict[st
         for batch in batches:
             mask = batch.loss_mask.bool()
             noise = [torch.randn(mask.shape, generator=generator) for _ in range(4)]
-            told = [torch.where(mask, x, rotten) for x in noise]
-            batch.old_logprobs, batch.ref_logprobs, batch.old_values = told[:3]
-            mark_high_entropy([batch], [Outputs(told[0], told[3])], 0.5)
+            columns = [torch.where(mask, x, rotten) for x in noise]
+            batch.old_logprobs, batch.ref_logprobs, batch.old_values = columns[:3]
+            mark_high_entropy([batch], [Outputs(columns[0], columns[3])], 0.5)
         assign_credit(minibatches, config, WEIGHTS)
         masks = [batch.loss_mask.bool() for batch in batches]
         credit = [batch.advantages[mask] for batch, mask in zip(batches, masks, strict=True)]

@@ -83,8 +83,8 @@ def learned(
         metrics = learner.learn(*as_step(change(random_step(4, 3, seed))), step=1)
         return torch.stack([policy.table, critic.table if critic else policy.table]), metrics
 
-    (table, metrics), *others = on_ranks(ranks, rank)
-    for other_table, other_metrics in others:
+    (table, metrics), *other_ranks = on_ranks(ranks, rank)
+    for other_table, other_metrics in other_ranks:
         assert torch.equal(other_table, table) and other_metrics == metrics
     return table, metrics
 

@@ -29,21 +29,21 @@ def step() -> list[Trajectory]:
     """Two groups of two: all tokens of this version; the first three of version 3; three versions; only old ones."""
     versions = [[(NOW, 0)], [(3, 0), (NOW, 3)], [(2, 0), (4, 2), (NOW, 6)], [(1, 0), (4, 5)]]
     table = torch.log_softmax(Aged().table, dim=1)
-    found = []
-    for index, own in enumerate(versions):
+    trajectories = []
+    for index, spans in enumerate(versions):
         ids = [(3 * index + 2 * token) % 10 + 1 for token in range(7 + index)]
         before = [4, *ids[:-1]]
         trained = [float(table[a, b]) for a, b in zip(before, ids, strict=True)]
         # The engine's present version computes what the trainer does, within a bit; earlier ones were elsewhere.
-        far = [1e-5 * (-1) ** t if t >= own[-1][1] and own[-1][0] == NOW else 0.3 * math.sin(t + index) + 0.4
+        far = [1e-5 * (-1) ** t if t >= spans[-1][1] and spans[-1][0] == NOW else 0.3 * math.sin(t + index) + 0.4
                for t in range(len(ids))]  # fmt: skip
         logprobs = [logprob - away for logprob, away in zip(trained, far, strict=True)]
         mask = [1] * len(ids)
         if index == 2:
             mask[4], logprobs[4] = 0, 0.0  # what a tool said
         place = index // 2, index % 2
-        found.append(Trajectory(*place, [4], ids, mask, logprobs, versions=own, reward=float(index % 2)))
-    return found
+        trajectories.append(Trajectory(*place, [4], ids, mask, logprobs, versions=spans, reward=float(index % 2)))
+    return trajectories
 
 
 def learned(trajectories: list[Trajectory], ranks: int = 1, **sections: dict[str, Any]) -> dict[str, float]:
@@ -57,8 +57,10 @@ def learned(trajectories: list[Trajectory], ranks: int = 1, **sections: dict[str
     config = make_config(**base, **sections)
 
     def one() -> dict[str, float]:
-        own = [t for t in trajectories if (t.prompt_index + t.sample_index) % ranks == (rank() if ranks > 1 else 0)]
-        answers = gather_answers(own, version=NOW)
+        rank_trajectories = [
+            t for t in trajectories if (t.prompt_index + t.sample_index) % ranks == (rank() if ranks > 1 else 0)
+        ]
+        answers = gather_answers(rank_trajectories, version=NOW)
         waiting = [replace(step()[0], prompt_index=9)]
         learner = Learner(config, Aged(), None, pad_id=0, untrained=lambda: gather_answers(waiting, version=NOW))  # type: ignore[arg-type]
         return learner.learn(answers, make_groups(answers), 1)
@@ -93,9 +95,9 @@ def test_the_loss_equals_a_loop_over_tokens(old_tokens: str, ranks: int) -> None
     assert figures["gap/mean"] == pytest.approx(sum(gaps) / len(gaps), rel=0.05)
     if old_tokens == "correct":
         assert old_count > 10
-        all_ages = [each for own in ratios.values() for each in own]
+        all_ages = [ratio for age_ratios in ratios.values() for ratio in age_ratios]
         expected = {"stale/log_ratio": sum(all_ages) / len(all_ages)}
-        expected |= {f"stale/log_ratio_{age}": sum(own) / len(own) for age, own in ratios.items()}
+        expected |= {f"stale/log_ratio_{age}": sum(age_ratios) / len(age_ratios) for age, age_ratios in ratios.items()}
         assert {key: figures[key] for key in figures if key.startswith("stale/")} == pytest.approx(expected, rel=1e-5)
         assert sorted(ratios) == [1, 2, 3, 4]
     else:
@@ -134,8 +136,8 @@ def test_every_rank_has_counts_of_old_tokens_and_trainers_have_their_ages(mask_o
     for version in (2, 4, 99):
 
         def one(version: int = version) -> bool:
-            own = [t for t in trajectories if t.prompt_index % 2 == rank()]
-            answers = gather_answers(own, version=version)
+            rank_trajectories = [t for t in trajectories if t.prompt_index % 2 == rank()]
+            answers = gather_answers(rank_trajectories, version=version)
             order = sorted(trajectories, key=lambda t: (t.prompt_index, t.sample_index))
             samples = [to_sample(t, version=version, mask_old=mask_old) for t in order]
             for answer, sample in zip(answers, samples, strict=True):

@@ -91,11 +91,11 @@ def test_a_custom_function_may_take_keys_and_has_a_record_like_others(tmp_path: 
     )
     ours, theirs = TablePolicy(), TablePolicy()
     settings = {"clip_low": 0.1, "clip_high": 0.28, "num_iterations": 2}
-    own = {**settings, "clip_high": None, "loss": f"{tmp_path}/own.py:clipped"}
-    figures = learned(ours, **settings), learned(theirs, **own)
+    custom_settings = {**settings, "clip_high": None, "loss": f"{tmp_path}/own.py:clipped"}
+    figures = learned(ours, **settings), learned(theirs, **custom_settings)
     assert torch.equal(ours.table, theirs.table)
     assert {k for k in figures[0] if figures[0][k] != figures[1][k]} <= {"gap/outside_clip"}
-    assert problems(**own) == []
+    assert problems(**custom_settings) == []
 
     critic, same = TableCritic(), TableCritic()
     learned(TablePolicy(), critic, advantage=f"{tmp_path}/own.py:with_critic")
@@ -104,8 +104,11 @@ def test_a_custom_function_may_take_keys_and_has_a_record_like_others(tmp_path: 
         patch.setattr("trainer.learning.credit._whiten", lambda batches: None)
         learned(TablePolicy(), same, advantage="gae")
     assert torch.equal(own_returns, same.table)
-    (said,) = problems(loss=f"{tmp_path}/own.py:clipped", sapo_temperatures=[1, 2])
-    assert said.startswith("algorithm.sapo_temperatures is set, but algorithm.loss is ") and "belongs to sapo" in said
+    (message,) = problems(loss=f"{tmp_path}/own.py:clipped", sapo_temperatures=[1, 2])
+    assert (
+        message.startswith("algorithm.sapo_temperatures is set, but algorithm.loss is ")
+        and "belongs to sapo" in message
+    )
 
 
 WRONG = """
@@ -151,8 +154,10 @@ def wrong(tmp_path: Path) -> str:
 def test_a_function_that_cannot_be_called_is_refused_before_anything_loads(
     wrong: str, key: str, name: str, sentence: str
 ) -> None:
-    (said,) = problems(**{key: f"{wrong}:{name}"})
-    assert said.startswith(f"algorithm.{key}") and wrong in said and sentence in said and len(said) < 400, said
+    (message,) = problems(**{key: f"{wrong}:{name}"})
+    assert message.startswith(f"algorithm.{key}") and wrong in message and sentence in message and len(message) < 400, (
+        message
+    )
 
 
 def test_a_missing_file_is_named() -> None:
@@ -180,8 +185,10 @@ def test_a_function_with_invalid_results_is_named_in_one_sentence(
 ) -> None:
     with pytest.raises(UserError) as caught:
         learned(TablePolicy(), **{key: f"{wrong}:{name}"})
-    said = str(caught.value)
-    assert said.startswith(f"algorithm.{key}: {wrong}:{name} ") and sentence in said and "\n" not in said, said
+    message = str(caught.value)
+    assert message.startswith(f"algorithm.{key}: {wrong}:{name} ") and sentence in message and "\n" not in message, (
+        message
+    )
 
 
 def test_inputs_that_are_not_finite_are_not_blamed_on_the_function(wrong: str) -> None:

@@ -96,9 +96,9 @@ class Loop:
         row = self.batch.loss_mask[i].bool()
         logs = (self.outputs.logprobs[i] - self.batch.old_logprobs[i])[row]
         level = self.config.ratio_level
-        own = self.outputs.logprobs[i, t] - self.batch.old_logprobs[i, t]
-        value = {"token": own, "geometric": logs.mean(), "sequence": logs.sum()}[level].detach()
-        return (value + own - own.detach()).exp()  # the value of the sequence, the gradient of the token
+        log_ratio = self.outputs.logprobs[i, t] - self.batch.old_logprobs[i, t]
+        value = {"token": log_ratio, "geometric": logs.mean(), "sequence": logs.sum()}[level].detach()
+        return (value + log_ratio - log_ratio.detach()).exp()  # the value of the sequence, the gradient of the token
 
     def correction(self, i: int, t: int, difference: float) -> float:
         config, batch = self.config, self.batch
@@ -193,8 +193,8 @@ def spoiled(tensors: MicroBatch | Outputs, mask: Tensor, name: str, value: float
 
 def per_token_names(tensors: MicroBatch | Outputs) -> list[str]:
     """All that hold a number for every target."""
-    found = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    return [n for n, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and n != "loss_mask"]
+    values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    return [n for n, x in values.items() if isinstance(x, Tensor) and x.is_floating_point() and n != "loss_mask"]
 
 
 @pytest.mark.parametrize("value", ROTTEN)

@@ -40,8 +40,8 @@ def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteF
         answered(format, prompt, mask, seed)
         for seed, (prompt, mask) in enumerate([(4, (1, 1, 0, 1)), (1, (1,)), (7, (1, 1))])
     ]
-    found = exchange_samples([gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format)
-    for sample, trajectory in zip(found[0], step, strict=True):
+    samples = exchange_samples([gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format)
+    for sample, trajectory in zip(samples[0], step, strict=True):
         assert sample.routes is not None and trajectory.routes is not None and sample.routes.dtype == format.dtype
         expected = trajectory.routes[:, list(format.layers)].tolist()
         assert sample.routes.tolist() == expected and len(expected) == len(sample.input_ids) - 1
@@ -54,11 +54,11 @@ def test_a_rank_receives_routes_only_of_its_own_samples() -> None:
         made.prompt_index, made.sample_index = prompt, 0
     bare = [replace(made, routes=None) for made in step]
     shares = assign_to_ranks([len(made.prompt_ids + made.response_ids) for made in step], 3)
-    told: list[int] = []
+    message_sizes: list[int] = []
     handed: dict[int, int] = {}
 
     def telling(message: bytes) -> list[bytes]:
-        told.append(len(message))
+        message_sizes.append(len(message))
         return send_to_all(message)
 
     def handing(outgoing: list[bytes]) -> list[bytes]:
@@ -72,12 +72,12 @@ def test_a_rank_receives_routes_only_of_its_own_samples() -> None:
     where = "trainer.learning.answers"
     with patch(f"{where}.send_to_all", telling), patch(f"{where}.all_to_all_bytes", handing):
         on_ranks(3, lambda: trained(bare, None))
-        without, bytes_without = sorted(told), dict(handed)
-        told.clear()
+        without, bytes_without = sorted(message_sizes), dict(handed)
+        message_sizes.clear()
         samples = on_ranks(3, lambda: trained(step, FORMAT))
-    assert sorted(told) == without
-    for number, own in enumerate(shares):
-        expected = [step[place].routes for place in own]
+    assert sorted(message_sizes) == without
+    for number, share in enumerate(shares):
+        expected = [step[place].routes for place in share]
         rows = [routes[:, list(FORMAT.layers)].tolist() for routes in expected if routes is not None]
         assert [sample.routes.tolist() for sample in samples[number] if sample.routes is not None] == rows
         count = sum(map(len, rows))
@@ -92,16 +92,16 @@ def test_a_single_token_has_no_row_of_routes() -> None:
 
 
 def test_tool_tokens_after_the_last_answer_need_no_routes() -> None:
-    told = answered(FORMAT, mask=(1, 1, 0, 0, 0))
-    assert told.routes is not None
-    told.routes = told.routes[:5]  # up to the token before the last that was sampled
-    rows = checked_routes(told, FORMAT)
-    assert rows.shape == (8, 2, 2) and rows[:5].tolist() == told.routes[:, [1, 3]].tolist()
+    trajectory = answered(FORMAT, mask=(1, 1, 0, 0, 0))
+    assert trajectory.routes is not None
+    trajectory.routes = trajectory.routes[:5]  # up to the token before the last that was sampled
+    rows = checked_routes(trajectory, FORMAT)
+    assert rows.shape == (8, 2, 2) and rows[:5].tolist() == trajectory.routes[:, [1, 3]].tolist()
     assert rows[5:].tolist() == [[[0, 1], [0, 1]]] * 3
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "complaint"),
     [
         ("none", "the engine gave no routes"),
         ("short", "gave 6 rows of routes for 7 tokens"),
@@ -112,7 +112,7 @@ def test_tool_tokens_after_the_last_answer_need_no_routes() -> None:
         ("layer without rows", "send token 0 in layer 3 to one expert twice"),
     ],
 )
-def test_an_invalid_route_is_one_sentence_about_sample_and_layer(fault: str, said: str) -> None:
+def test_an_invalid_route_is_one_sentence_about_sample_and_layer(fault: str, complaint: str) -> None:
     bad = answered(FORMAT)
     assert bad.routes is not None
     match fault:
@@ -130,19 +130,21 @@ def test_an_invalid_route_is_one_sentence_about_sample_and_layer(fault: str, sai
             bad.routes[2, 1] = 5
         case "layer without rows":
             bad.routes[:, 3] = 0
-    with pytest.raises(ValueError, match=f"prompt 2 sample 5: .*{said}") as caught:
+    with pytest.raises(ValueError, match=f"prompt 2 sample 5: .*{complaint}") as caught:
         to_sample(bad, routes=FORMAT)
     assert len(str(caught.value)) < 300
 
 
 def test_summaries_of_answers_have_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr("trainer.learning.answers.send_to_all", lambda payload: [told.append(len(payload)) or payload])
+    message_sizes: list[int] = []
+    monkeypatch.setattr(
+        "trainer.learning.answers.send_to_all", lambda payload: [message_sizes.append(len(payload)) or payload]
+    )
     with_routes, without = answered(FORMAT), answered(FORMAT)
     without.routes = None
     gather_answers([with_routes])
     gather_answers([without])
-    assert told[0] == told[1]
+    assert message_sizes[0] == message_sizes[1]
 
 
 def test_routes_take_a_byte_for_each_expert_of_a_token_up_to_256() -> None:

@@ -101,12 +101,12 @@ def test_a_resumed_run_samples_the_same_prompts() -> None:
             seen.append([p.id for p in sampled.prompts])
         return seen, position
 
-    whole, end = steps(0, 6)
-    assert len({len(step) for step in whole}) > 1
+    all_steps, end = steps(0, 6)
+    assert len({len(step) for step in all_steps}) > 1
     for stop in range(6):
         before, position = steps(0, stop)
         after, last = steps(position, 6 - stop)
-        assert before + after == whole and last == end
+        assert before + after == all_steps and last == end
 
 
 def test_each_round_has_its_own_seed_and_the_first_has_the_runs() -> None:

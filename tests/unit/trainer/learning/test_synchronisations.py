@@ -77,20 +77,20 @@ def a_batch(packing: bool) -> MicroBatch:
 
 def getitem(tensor: Tensor, index: Any) -> Tensor:
     tensors: list[Tensor | None] = []
-    for each in index if isinstance(index, tuple) else (index,):
+    for item in index if isinstance(index, tuple) else (index,):
         dim = len(tensors)
-        if each is Ellipsis:
+        if item is Ellipsis:
             tensors += [None] * (tensor.dim() - sum(x is not None for x in index) + 1)
-        elif each is None:
+        elif item is None:
             tensor = tensor.unsqueeze(dim)
             tensors.append(None)
-        elif isinstance(each, int):
-            tensor = tensor.select(dim, each)
-        elif isinstance(each, slice):
-            tensor = torch.ops.aten.slice(tensor, dim, each.start, each.stop, each.step or 1)
+        elif isinstance(item, int):
+            tensor = tensor.select(dim, item)
+        elif isinstance(item, slice):
+            tensor = torch.ops.aten.slice(tensor, dim, item.start, item.stop, item.step or 1)
             tensors.append(None)
         else:
-            tensors.append(each)
+            tensors.append(item)
     return torch.ops.aten.index(tensor, tensors) if any(x is not None for x in tensors) else tensor
 
 
@@ -146,9 +146,9 @@ def test_forward_does_not_wait_for_the_gpu(packing: bool, dtype: torch.dtype, mo
     with a_gpu(monkeypatch, policy, critic) as waits:
         there = batch.to("cuda")
         with waits:
-            found = outputs(policy, there, 0.7)
+            result = outputs(policy, there, 0.7)
             worth = values(critic, there)
-    assert {x.device.type for x in (found.logprobs, found.entropy, found.values, worth)} == {"cuda"}
+    assert {x.device.type for x in (result.logprobs, result.entropy, result.values, worth)} == {"cuda"}
     assert waits.operations > 100 and not waits.found
 
 
@@ -158,9 +158,9 @@ def test_no_loss_waits_for_the_gpu(case: dict[str, Any], monkeypatch: pytest.Mon
     policy = PolicyModule(build(), value_head=config.advantage == "gae")
     with a_gpu(monkeypatch, policy) as waits:
         there = batch.to("cuda")
-        found, minibatch = outputs(policy, there, 0.7), MiniBatch([], [there], tokens=17, sequences=5)
+        result, minibatch = outputs(policy, there, 0.7), MiniBatch([], [there], tokens=17, sequences=5)
         with waits:
-            loss, sums = PolicyLoss(config, minibatch, 20)(there, found)
+            loss, sums = PolicyLoss(config, minibatch, 20)(there, result)
             value_loss, value_sums = CriticLoss(config, minibatch)(there, there.loss_mask)
     assert {x.device.type for x in (loss, value_loss, *sums.values(), *value_sums.values())} == {"cuda"}
     assert waits.operations > 20 and not waits.found
@@ -171,8 +171,8 @@ def test_backward_has_no_operation_that_would_wait(case: dict[str, Any]) -> None
     batch, config = a_batch(packing=True), AlgorithmConfig(**case)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy, there = PolicyModule(build(), value_head=config.advantage == "gae"), batch.to("cpu")
-        found = outputs(policy, there, 0.7)
-        loss, _ = PolicyLoss(config, MiniBatch([], [there], tokens=17, sequences=5), 20)(there, found)
+        result = outputs(policy, there, 0.7)
+        loss, _ = PolicyLoss(config, MiniBatch([], [there], tokens=17, sequences=5), 20)(there, result)
         with Waits() as waits:
             loss.backward()  # type: ignore[no-untyped-call]
     assert policy.model.base_model.layers[0].mlp.up_proj.weight.grad is not None
@@ -195,8 +195,8 @@ def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:
             max_length_q=int(sizes.max()), sequence_lengths=sizes.tolist(),
         )  # fmt: skip
         hidden = packed.last_hidden_state[0, mask[real]]
-    found = module.model.get_output_embeddings()(hidden, batch.input_ids[:, 1:][mask], 0.7)
-    logprobs, entropy = (torch.zeros(mask.shape).masked_scatter(mask, each) for each in found)
+    flat_values = module.model.get_output_embeddings()(hidden, batch.input_ids[:, 1:][mask], 0.7)
+    logprobs, entropy = (torch.zeros(mask.shape).masked_scatter(mask, values) for values in flat_values)
     return logprobs, entropy
 
 

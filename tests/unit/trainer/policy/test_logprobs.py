@@ -119,11 +119,11 @@ def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
         for value, narrow, expected in zip(values, rounded, exact, strict=True):
             torch.testing.assert_close(value, expected, atol=2e-5, rtol=1e-5)
             assert (narrow - expected).abs().max() > 1e-3
-        for own, other in zip(
+        for tensor, other in zip(
             torch.autograd.grad(values[0].sum(), wanted), torch.autograd.grad(rounded[0].sum(), wanted), strict=True
         ):
-            assert own.dtype is torch.bfloat16
-            torch.testing.assert_close(own, other, atol=0.05, rtol=0.05)
+            assert tensor.dtype is torch.bfloat16
+            torch.testing.assert_close(tensor, other, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("asked", [False, True])

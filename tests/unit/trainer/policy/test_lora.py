@@ -75,8 +75,8 @@ def test_sent_weights_equal_those_that_peft_merges(tiny_qwen2: Path) -> None:
     merged = dict(peft_twin(tiny_qwen2, model).merge_and_unload().named_parameters())
     plain = dict(load(tiny_qwen2).named_parameters())
     changed = 0
-    whole, parts = sent(merging_source(model)), sent_in_parts(merging_source(model), 1 << 12)
-    for name, values in whole.items():
+    full_weights, parts = sent(merging_source(model)), sent_in_parts(merging_source(model), 1 << 12)
+    for name, values in full_weights.items():
         assert torch.equal(parts[name], values), name
         torch.testing.assert_close(values, merged[name].data, atol=1e-6, rtol=1e-6)
         changed += not torch.equal(values, plain[name].data)
@@ -103,12 +103,12 @@ def test_a_stretch_gets_its_part_of_the_sum(first: int, length: int, dtype: torc
     """Any stretch of [5, 7], rows cut in the middle, and padding behind the end left as it was."""
     weight = torch.randn(5, 7).to(dtype)
     added = LowRank(torch.randn(2, 7), torch.randn(5, 2), 0.5)
-    whole = torch.cat([(weight.float() + 0.5 * added.b @ added.a).view(-1), torch.full((10,), 9.0)])
+    full_sum = torch.cat([(weight.float() + 0.5 * added.b @ added.a).view(-1), torch.full((10,), 9.0)])
     values = torch.cat([weight.view(-1), torch.full((10,), 9.0, dtype=dtype)])[first : first + length]
     before = values.clone()
     got = added.added_to_stretch(values, first)
     assert got.dtype == torch.float32 and torch.equal(values, before)
-    torch.testing.assert_close(got, whole[first : first + length])
+    torch.testing.assert_close(got, full_sum[first : first + length])
 
 
 @pytest.mark.parametrize("width", [64, 100, 4096])
@@ -116,13 +116,13 @@ def test_a_part_of_merged_weights_has_the_bits_of_the_total(width: int) -> None:
     """MKL's products of one to three rows have other bits than those of more, and some by four threads than by one."""
     out = low_rank.BLOCK // width * 2 + 4
     weight, added = torch.randn(out, width), LowRank(torch.randn(8, width), torch.randn(out, 8), 0.25)
-    whole, threads = added.added_to(weight).view(-1), torch.get_num_threads()
-    torch.testing.assert_close(whole, (weight + 0.25 * added.b @ added.a).view(-1))
+    full_sum, threads = added.added_to(weight).view(-1), torch.get_num_threads()
+    torch.testing.assert_close(full_sum, (weight + 0.25 * added.b @ added.a).view(-1))
     try:
-        for first, last, others in [(0, 40, 1), (3, 700, 2), (width, 9 * width, 4), (3 * width - 1, out * width, 4)]:
-            torch.set_num_threads(others)
+        for first, last, count in [(0, 40, 1), (3, 700, 2), (width, 9 * width, 4), (3 * width - 1, out * width, 4)]:
+            torch.set_num_threads(count)
             got = added.added_to_stretch(weight.view(-1)[first:last], first)
-            assert torch.equal(got, whole[first:last]) and torch.get_num_threads() == others
+            assert torch.equal(got, full_sum[first:last]) and torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
 

@@ -146,11 +146,11 @@ def test_any_split_packed_or_padded_is_the_same_loss_and_gradient(
     windowed: PreTrainedModel, lengths: list[int], budget: int, fillers: int, packing: bool
 ) -> None:
     samples, module = make_samples(lengths), make_module(windowed)
-    whole = total_loss(module, micro_batches(samples, 10_000, 0, "cpu", 1, packing=False))
+    full_loss = total_loss(module, micro_batches(samples, 10_000, 0, "cpu", 1, packing=False))
     needed = len(micro_batches(samples, budget, 0, "cpu", len(samples), packing))
     parts = total_loss(module, micro_batches(samples, budget, 0, "cpu", needed + fillers, packing))
-    torch.testing.assert_close(parts, whole, **CLOSE)
-    assert_gradients_equal(gradients(windowed, parts), gradients(windowed, whole))
+    torch.testing.assert_close(parts, full_loss, **CLOSE)
+    assert_gradients_equal(gradients(windowed, parts), gradients(windowed, full_loss))
 
 
 @pytest.mark.parametrize("kind", ["qwen2 untied", "gemma3 with windows"])
@@ -163,8 +163,8 @@ def test_a_sequence_does_not_see_its_neighbours(kind: str) -> None:
         for ids in (samples[changed].input_ids, [60] * len(samples[changed].input_ids)):
             samples[changed].input_ids = ids
             (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing=True)
-            others = torch.tensor([index != changed for index in batch.rows])
-            logprobs = outputs(module, batch, TEMPERATURE).logprobs[others]
+            unchanged = torch.tensor([index != changed for index in batch.rows])
+            logprobs = outputs(module, batch, TEMPERATURE).logprobs[unchanged]
             results.append([logprobs, *gradients(model, logprobs.sum())])
         assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), changed
 

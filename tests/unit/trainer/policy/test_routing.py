@@ -97,9 +97,9 @@ def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dic
     """As a policy does: forward and backward of one micro-batch after the other."""
     loss = 0.0
     for batch in batches:
-        own = (outputs(module, batch, 0.7).logprobs * advantages(batch)).sum()
-        own.backward()
-        loss += own.item()
+        batch_loss = (outputs(module, batch, 0.7).logprobs * advantages(batch)).sum()
+        batch_loss.backward()
+        loss += batch_loss.item()
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -122,8 +122,8 @@ class LoopExperts(nn.Module):
         flat, experts = hidden.flatten(0, 1), self.block.experts
         scores = self.routing(flat)
         tokens = []
-        for token, own, row in zip(flat, scores, self.rows, strict=True):
-            weights = torch.stack([own[e] for e in row])
+        for token, token_scores, row in zip(flat, scores, self.rows, strict=True):
+            weights = torch.stack([token_scores[e] for e in row])
             weights = self.block.plain_weights(weights)
             parts = []
             for expert, weight in zip(row, weights, strict=True):
@@ -162,10 +162,10 @@ def test_a_replayed_pass_is_a_plain_loop_over_the_given_experts(kind: str) -> No
     assert module.routing is not None
     sample = routed_samples(module.routing.format, [12])[0]
     (batch,) = micro_batches([sample], 100, 0, "cpu", 1, packing=True)
-    found = outputs(module, batch, 0.7).logprobs
+    logprobs = outputs(module, batch, 0.7).logprobs
     model, expected = plain(kind, sample, module.routing.format)
-    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
-    found.sum().backward()
+    torch.testing.assert_close(logprobs[0], expected, atol=1e-5, rtol=1e-5)
+    logprobs.sum().backward()
     expected.sum().backward()
     for position, layer in enumerate(module.routing.format.layers):
         got = module.model.model.layers[layer].mlp.gate.weight.grad
@@ -222,13 +222,13 @@ def test_wrapped_routers_and_recorded_routes_change_no_bit(kind: str) -> None:
     module = make_module(kind, record=True)
     with torch.no_grad():
         recorded = [outputs(module, batch, 0.7).routes for batch in batches]
-    own = updated(module, batches)
+    reference = updated(module, batches)
     module.zero_grad()
     for batch, routes in zip(batches, recorded, strict=True):
         assert routes is not None and module.routing is not None and routes.dtype == module.routing.format.dtype
         batch.routes = routes
     replayed = updated(module, batches)
-    for loss, gradients in (own, replayed):
+    for loss, gradients in (reference, replayed):
         assert loss == expected[0]
         assert all(torch.equal(gradients[name], grad) for name, grad in expected[1].items())
 
@@ -245,9 +245,9 @@ def test_recorded_routes_stay_when_the_router_has_changed() -> None:
         assert torch.equal(outputs(module, batch, 0.7).routes, batch.routes)
         loads, differ, _ = module.routing.take_counts()
         batch.routes, taken = None, batch.routes
-        own = outputs(module, batch, 0.7).routes
-    assert own is not None
-    expected = (own.sort(-1).values != taken.sort(-1).values).any(-1)[:, 0]
+        new_routes = outputs(module, batch, 0.7).routes
+    assert new_routes is not None
+    expected = (new_routes.sort(-1).values != taken.sort(-1).values).any(-1)[:, 0]
     assert differ >= int(expected.sum()) > 0  # later layers have other inputs, too
     assert loads.sum(1).tolist() == [22, 22, 22]
 

@@ -47,8 +47,8 @@ def make_module(folder: Path) -> PolicyModule:
 def total_loss(module: PolicyModule, samples: list[Sample], packing: bool, budget: int = 10_000) -> Tensor:
     """The loss of all micro-batches."""
     batches = micro_batches(samples, budget, 0, "cpu", packing=packing)
-    found = [(outputs(module, batch, TEMPERATURE), batch) for batch in batches]
-    return torch.stack([(out.logprobs * advantages(batch) + 0.1 * out.entropy).sum() for out, batch in found]).sum()
+    pairs = [(outputs(module, batch, TEMPERATURE), batch) for batch in batches]
+    return torch.stack([(out.logprobs * advantages(batch) + 0.1 * out.entropy).sum() for out, batch in pairs]).sum()
 
 
 def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
@@ -71,10 +71,10 @@ def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
     samples = make_rows(processor)
     with torch.no_grad():
         for batch in micro_batches(samples, 10_000, 0, "cpu", packing=packing):
-            found = outputs(module, batch, TEMPERATURE).logprobs
+            logprobs = outputs(module, batch, TEMPERATURE).logprobs
             for row, number in enumerate(batch.rows):
                 expected, _ = plain_outputs(plain, processor, samples[number], TEMPERATURE)
-                torch.testing.assert_close(found[row, : len(expected)], expected, **CLOSE)
+                torch.testing.assert_close(logprobs[row, : len(expected)], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -88,9 +88,9 @@ def test_an_update_starts_from_the_scores_before_it(tiny_vlm: TinyModel, kind: s
     assert len(batches) > 1 and any(not batch.images for batch in batches)
     old, new = policy.score(batches, TEMPERATURE), []
 
-    def loss(batch: MicroBatch, found: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        new.append(found.logprobs.detach().clone())
-        return -found.logprobs.sum(), {}
+    def loss(batch: MicroBatch, result: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+        new.append(result.logprobs.detach().clone())
+        return -result.logprobs.sum(), {}
 
     policy.update(batches, loss, TEMPERATURE)
     assert [torch.equal(before.logprobs, after) for before, after in zip(old, new, strict=True)] == [True] * len(new)
@@ -102,9 +102,9 @@ def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(tiny_vlm: T
     module, samples = make_module(folder), make_rows(ImageProcessor(str(folder)))
     together = gradients(module.model, total_loss(module, samples, packing=True))
     for packing, budget in [(True, 1), (False, 10_000), (False, 1)]:
-        found = gradients(module.model, total_loss(module, samples, packing, budget))
+        by_name = gradients(module.model, total_loss(module, samples, packing, budget))
         for name, expected in together.items():
-            got = found[name]
+            got = by_name[name]
             assert (expected is None) == (got is None), name
             if expected is not None and got is not None:
                 scale = float(max(1.0, expected.abs().max()))
@@ -126,11 +126,11 @@ def test_rows_without_images_enter_the_encoder_without_effect(tiny_vlm: TinyMode
     module.vision = None
     without = gradients(module.model, total_loss(module, rows, packing))
     for name, expected in without.items():
-        found = entered[name]
+        gradient = entered[name]
         if expected is None:
-            assert found is None or not found.any()
+            assert gradient is None or not gradient.any()
         else:
-            assert found is not None and torch.equal(found, expected)
+            assert gradient is not None and torch.equal(gradient, expected)
     of_images = {name for name in entered if name.startswith(tuple(vision_modules(module.model)))}
     assert {name for name in of_images if entered[name] is not None} == used_parameters(module, folder)
 
@@ -139,8 +139,10 @@ def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
     """The parameters of the encoder that an image has a gradient of."""
     module.vision = make_vision(module.model, folder)
     rows = [row for row in make_rows(ImageProcessor(str(folder))) if row.images]
-    found = gradients(module.model, total_loss(module, rows, packing=True))
-    return {name for name in found if name.startswith(tuple(vision_modules(module.model))) and found[name] is not None}
+    by_name = gradients(module.model, total_loss(module, rows, packing=True))
+    return {
+        name for name in by_name if name.startswith(tuple(vision_modules(module.model))) and by_name[name] is not None
+    }
 
 
 def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyModel) -> None:
@@ -167,10 +169,10 @@ def test_gemmas_images_attend_both_ways_in_padded_rows_and_packs_are_refused(
     samples = make_rows(processor)
     with torch.no_grad():
         [batch] = micro_batches(samples, 10_000, 0, "cpu")
-        found = outputs(module, batch, TEMPERATURE).logprobs
+        logprobs = outputs(module, batch, TEMPERATURE).logprobs
         for row, number in enumerate(batch.rows):
             expected, _ = plain_outputs(plain, processor, samples[number], TEMPERATURE)
-            torch.testing.assert_close(found[row, : len(expected)], expected, **CLOSE)
+            torch.testing.assert_close(logprobs[row, : len(expected)], expected, **CLOSE)
     with pytest.raises(UserError, match="batch.packing is true, but Gemma3ForConditionalGeneration lets the tokens"):
         require_packing(module.model)
     with pytest.raises(UserError, match="sequence_parallel is above 1, but Gemma3"):
@@ -216,8 +218,8 @@ def test_the_encoder_s_activations_count_in_the_budget_of_a_micro_batch(tiny_vlm
     row = make_rows(ImageProcessor(str(tiny_vlm())))[2]  # 10 tokens of images, of 24
     assert (len(row.input_ids), sum(count for _, count in row.image_spans)) == (24, 10)
     for ways, budget, expected in [(1, 88, 1), (1, 87, 2), (2, 128, 1), (2, 127, 2)]:  # each rank has all images
-        found = micro_batches([row, row], budget, 0, "cpu", packing=True, ways=ways, image_token=2.0)
-        assert len(found) == expected
+        batches = micro_batches([row, row], budget, 0, "cpu", packing=True, ways=ways, image_token=2.0)
+        assert len(batches) == expected
 
 
 def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:

@@ -1,4 +1,4 @@
-"""What does not go with engines apart, which weights may have sampled what, and what is handed over."""
+"""Engines on ranks of their own: settings that exclude them, versions of sampling weights, and rounds handed over."""
 
 import asyncio
 from pathlib import Path
@@ -204,13 +204,13 @@ def test_a_step_that_is_replayed_leaves_the_engines_as_if_they_had_sampled_it() 
 
 
 def cut_step(version: int) -> list[Round]:
-    """Of an engine whose answers are cut: a group is complete, another goes on."""
+    """Returns the round of an engine whose answers are cut: one group is complete, another goes on."""
     complete = [Trajectory(0, n, [1], [2, 3], [1, 1], [-0.5, -0.6], versions=[(2, 0), (version, 1)]) for n in range(2)]
     figures = {"stale/share": 0.5, "stale/age_mean": 1.0, "stale/age_max": 2.0, "carry/slices": 3.0}
     going_on = [CarriedGroup(6, 1, unfinished={0: Unfinished([1, 6], 8, 1)})]
-    found = Round(2, version, trajectories=complete, places=[4], position=9, figures=figures, groups=going_on)
-    found.untrained = complete[:1]
-    return [found]
+    cut_round = Round(2, version, trajectories=complete, places=[4], position=9, figures=figures, groups=going_on)
+    cut_round.untrained = complete[:1]
+    return [cut_round]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -249,14 +249,14 @@ def test_what_cannot_be_learned_from_is_raised_where_it_is_fetched(
 
 
 def test_what_fails_on_an_engines_rank_is_told_to_rank_0_with_its_number() -> None:
-    store, told = HashStore(), []
+    store, calls = HashStore(), []
 
     class Engine:
         async def ask_workers(self, method: str, prefix: int, *place: Any) -> None:
-            told.append((method, *place[:3]))
+            calls.append((method, *place[:3]))
 
         async def receive(self, *arguments: Any, version: int) -> None:
-            told.append(version)
+            calls.append(version)
             if version == 8:
                 raise ValueError("no room")
 
@@ -277,4 +277,4 @@ def test_what_fails_on_an_engines_rank_is_told_to_rank_0_with_its_number() -> No
     assert not line.receive(5, "members")["joined"]
     with pytest.raises(SyncError, match="rank 3, which generates: ValueError: no room"):
         PendingCall(line, 3, 5.0).result()
-    assert told == [("init_collective", "here", 9, 2), 7, 8]
+    assert calls == [("init_collective", "here", 9, 2), 7, 8]

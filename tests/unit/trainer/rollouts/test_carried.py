@@ -61,7 +61,7 @@ def drawn(prompt_ids: list[int], seed: int, most: int) -> list[int]:
 
 
 class DrawingEngine:
-    """What rollouts see of an engine that goes on where a slice ended. `running` counts its requests."""
+    """The part that rollouts use of an engine that continues where a slice ended. `running` counts its requests."""
 
     def __init__(self) -> None:
         self.settings = SimpleNamespace(max_model_len=4096, max_num_seqs=3)
@@ -82,15 +82,17 @@ class DrawingEngine:
         unfinished: Unfinished | None = None,
         **_: Any,
     ) -> Generation:
-        whole = drawn(prompt_ids, unfinished.seed if unfinished else seed, sampling.max_tokens)
-        reason = "stop" if whole[-1] == 1 else "length"
+        full_answer = drawn(prompt_ids, unfinished.seed if unfinished else seed, sampling.max_tokens)
+        reason = "stop" if full_answer[-1] == 1 else "length"
         if turnstile is None:
             await asyncio.sleep(0)
-            return Generation(whole, [-1.0 - policy_version] * len(whole), reason, weight_version=policy_version)
+            return Generation(
+                full_answer, [-1.0 - policy_version] * len(full_answer), reason, weight_version=policy_version
+            )
         if unfinished is None:
             self.prompts.append(prompt_ids[1])
         answer = unfinished or Unfinished(prompt_ids, seed, sampling.max_tokens)
-        while len(answer.token_ids) < len(whole):
+        while len(answer.token_ids) < len(full_answer):
             async with turnstile.slice(answer) as (version, tokens):
                 if self.requests == self.most:
                     await asyncio.Event().wait()
@@ -99,7 +101,7 @@ class DrawingEngine:
                 self.requests += 1
                 await asyncio.sleep(0)
                 begin = len(answer.token_ids)
-                part = whole[begin : begin + tokens]
+                part = full_answer[begin : begin + tokens]
             answer.add(Generation(part, [-1.0 - version] * len(part), "length", weight_version=version))
         return answer.finished(reason)
 
@@ -130,8 +132,8 @@ class Crew:
         """A step as `RLTrainer.sample` does it."""
         sampled = StepSampling(self.config)
         rounds = self.produce(Order(self.step + 1, self.step, self.position))
-        for each in rounds:
-            sampled.add(prompts_at(PROMPTS, self.config, each), each.answers())
+        for sampled_round in rounds:
+            sampled.add(prompts_at(PROMPTS, self.config, sampled_round), sampled_round.answers())
         self.position, self.step = rounds[-1].position, self.step + 1
         return Step(sampled, rounds[-1].figures)
 
@@ -141,7 +143,7 @@ class Crew:
 
 
 class Step:
-    """What a rank knows of a step after it: prompts by id, own trajectories by prompt id and sample, figures."""
+    """A rank's record of a finished step: prompts by id, its trajectories by prompt id and sample, figures."""
 
     def __init__(self, sampled: StepSampling, figures: dict[str, float]) -> None:
         self.prompts = [prompt.id for prompt in sampled.prompts]
@@ -189,15 +191,15 @@ def run(config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFuncti
 
 def together(steps: list[list[Step]], index: int) -> dict[tuple[int, int], Trajectory]:
     """All ranks' trajectories of a step."""
-    found: dict[tuple[int, int], Trajectory] = {}
+    trajectories: dict[tuple[int, int], Trajectory] = {}
     for of_rank in steps:
-        found |= of_rank[index].own
-    return found
+        trajectories |= of_rank[index].own
+    return trajectories
 
 
 def test_each_prompt_is_trained_once_with_the_tokens_it_has_without_slices() -> None:
     plain, cut = run(config(None), 12), run(config(), 13)
-    whole = {place: t for index in range(12) for place, t in together(plain, index).items()}
+    reference = {place: t for index in range(12) for place, t in together(plain, index).items()}
     trained: Counter[tuple[int, int]] = Counter()
     crossing = 0
     for index in range(12):
@@ -212,11 +214,11 @@ def test_each_prompt_is_trained_once_with_the_tokens_it_has_without_slices() -> 
             starts = [*trajectory.versions, (0, len(trajectory.response_ids))]
             for (version, begin), (_, end) in pairwise(starts):
                 assert set(trajectory.logprobs[begin:end]) == {-1.0 - version}
-            if place in whole:
-                assert trajectory.response_ids == whole[place].response_ids
-                assert trajectory.finish_reason == whole[place].finish_reason
+            if place in reference:
+                assert trajectory.response_ids == reference[place].response_ids
+                assert trajectory.finish_reason == reference[place].finish_reason
     assert set(trained.values()) == {1} and crossing > 10
-    assert len(whole.keys() & trained.keys()) >= 40 * GROUP  # all but those in flight
+    assert len(reference.keys() & trained.keys()) >= 40 * GROUP  # all but those in flight
 
 
 def test_more_ranks_train_the_same_trajectories_in_the_same_steps() -> None:
@@ -283,9 +285,9 @@ def test_a_run_that_is_resumed_on_one_or_two_ranks_trains_the_same(
         count = ranks if number % 2 else 3 - ranks
         results = on_ranks(count, session) if count > 1 else [session()]
         for index in range(done, until):
-            own = [steps for steps, _ in results]
-            assert together(own, index - done) == straight[index].own
-            assert own[0][index - done].figures == straight[index].figures
+            rank_steps = [steps for steps, _ in results]
+            assert together(rank_steps, index - done) == straight[index].own
+            assert rank_steps[0][index - done].figures == straight[index].figures
         written, position, done = folder, results[0][1], until
 
 
@@ -357,11 +359,11 @@ def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(ranks: i
         crew.close()
         return steps
 
-    told = on_ranks(ranks, one) if ranks > 1 else [one()]
+    rank_steps = on_ranks(ranks, one) if ranks > 1 else [one()]
     for index in range(8):
-        assert together(told, index) == together(straight, index)
-        assert [steps[index].figures for steps in told] == [steps[index].figures for steps in straight]
-        assert told[0][index].answers == straight[0][index].answers
+        assert together(rank_steps, index) == together(straight, index)
+        assert [steps[index].figures for steps in rank_steps] == [steps[index].figures for steps in straight]
+        assert rank_steps[0][index].answers == straight[0][index].answers
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -379,25 +381,29 @@ def test_groups_without_a_signal_are_replaced_and_counted_once(ranks: int) -> No
         crew.close()
         return steps
 
-    told = [one()] if ranks == 1 else on_ranks(ranks, one)
-    sampled = [prompt for step in told[0] for prompt in step.prompts]
-    trained = [prompt for step in told[0] for prompt in step.trained]
+    rank_steps = [one()] if ranks == 1 else on_ranks(ranks, one)
+    sampled = [prompt for step in rank_steps[0] for prompt in step.prompts]
+    trained = [prompt for step in rank_steps[0] for prompt in step.trained]
     assert len(set(sampled)) == len(sampled) and trained == [prompt for prompt in sampled if prompt % 3]
-    assert all(len(step.trained) == 4 and step.sampling["sampling/shortfall"] == 0 for step in told[0])
-    assert sum(step.sampling["sampling/dropped"] for step in told[0]) == sum(prompt % 3 == 0 for prompt in sampled) > 3
-    assert max(step.figures["stale/age_max"] for step in told[0]) <= oldest_age(recipe)
+    assert all(len(step.trained) == 4 and step.sampling["sampling/shortfall"] == 0 for step in rank_steps[0])
+    assert (
+        sum(step.sampling["sampling/dropped"] for step in rank_steps[0])
+        == sum(prompt % 3 == 0 for prompt in sampled)
+        > 3
+    )
+    assert max(step.figures["stale/age_max"] for step in rank_steps[0]) <= oldest_age(recipe)
 
 
 def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
     held_out = [Prompt(1000 + index, (9, index), {}) for index in range(5)]
     plain, cut, alone = Crew(config(None)), Crew(config()), Crew(config())
     for _ in range(6):
-        own, evaluated = cut.do().own, []
+        trajectories, evaluated = cut.do().own, []
         for crew in (plain, cut):
             settings = RolloutSettings(GROUP, SamplingSettings(LONGEST), cut.step, seed=3, step=-1)
             evaluated.append([answer.trajectory for answer in crew.pool.run(held_out, settings, Terms(60))])
         assert evaluated[0] == evaluated[1]
-        assert own == alone.do().own
+        assert trajectories == alone.do().own
     for crew in (plain, cut, alone):
         crew.close()
 
@@ -433,13 +439,13 @@ class Tools:
 def test_episodes_with_tools_give_the_same_ids_and_call_as_often() -> None:
     plain_tools, tools = Tools(), Tools()
     [plain], [cut] = run(config(None), 4, function=plain_tools), run(config(3, 3), 8, function=tools)
-    whole = {place: t for step in plain for place, t in step.own.items()}
-    found = {place: t for step in cut for place, t in step.own.items() if place in whole}
-    assert found.keys() == whole.keys()
-    for place, trajectory in found.items():
-        assert trajectory.response_ids == whole[place].response_ids
-        assert trajectory.loss_mask == whole[place].loss_mask
-    assert max(len(t.versions) for t in found.values()) > 2
+    reference = {place: t for step in plain for place, t in step.own.items()}
+    trajectories = {place: t for step in cut for place, t in step.own.items() if place in reference}
+    assert trajectories.keys() == reference.keys()
+    for place, trajectory in trajectories.items():
+        assert trajectory.response_ids == reference[place].response_ids
+        assert trajectory.loss_mask == reference[place].loss_mask
+    assert max(len(t.versions) for t in trajectories.values()) > 2
     assert set(tools.calls.values()) == {1}
     assert all(tools.calls[call] == count for call, count in plain_tools.calls.items())
 
@@ -492,8 +498,8 @@ def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(func
             t = answer.trajectory
             assert t is not None and t.weight_version == step and 0 < answer.sampled > answer.old
             new = next(start for version, start in t.versions if version == step)
-            own = [logprob for logprob, mask in zip(t.logprobs[new:], t.loss_mask[new:], strict=True) if mask]
-            assert set(own) == {-1.0 - step} and (answer.old > 0) == (new > 0)
+            new_logprobs = [logprob for logprob, mask in zip(t.logprobs[new:], t.loss_mask[new:], strict=True) if mask]
+            assert set(new_logprobs) == {-1.0 - step} and (answer.old > 0) == (new > 0)
             assert not any(t is other for other in trained.values())
             cut += new > 0
     assert cut  # some have tokens of several versions
@@ -515,9 +521,9 @@ def test_episodes_of_several_answers_begin_anew_after_a_kill(
     again.close()
     assert f"{unfinished} unfinished episodes start again from their prompts" in capsys.readouterr().err
     ids = {place: t.response_ids for step in steps for place, t in step.own.items()}
-    known = {place: t.response_ids for step in straight for place, t in step.own.items()}
-    assert unfinished and all(ids[place] == known[place] for place in ids.keys() & known.keys())
-    assert len(ids.keys() & known.keys()) > 5 * 4 * GROUP
+    reference = {place: t.response_ids for step in straight for place, t in step.own.items()}
+    assert unfinished and all(ids[place] == reference[place] for place in ids.keys() & reference.keys())
+    assert len(ids.keys() & reference.keys()) > 5 * 4 * GROUP
 
 
 def test_a_failed_episode_ends_its_group_like_any_other() -> None:
@@ -553,14 +559,14 @@ class Checks:
 
 
 def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
-    """Of each step's answers all that their rewards left in them."""
+    """Returns, for each step, the fields that rewards have set in its answers."""
     crew.pool._rewards = Checks()  # type: ignore[assignment]
-    told = []
+    outcomes = []
     for step in (crew.do() for _ in range(steps)):
         assert all(bool(error) == bool(step.own[p, s].error) for p, s, _, error in step.answers if (p, s) in step.own)
         counted = {place: t.metrics.get("reward/errors/check/timeout") for place, t in step.own.items()}
-        told.append({p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.own.items()})
-    return told
+        outcomes.append({p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.own.items()})
+    return outcomes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -587,11 +593,13 @@ def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill
         return steps
 
     before = on_ranks(ranks, begin) if ranks > 1 else [begin()]
-    waiting = [t for group in read_groups(tmp_path) for own in group.done.values() for t in own]
+    waiting = [t for group in read_groups(tmp_path) for trajectories in group.done.values() for t in trajectories]
     assert any(t.reward_error and t.error for t in waiting)
     after = on_ranks(ranks, lambda: go_on(before[0][1])) if ranks > 1 else [go_on(before[0][1])]
     for index, expected in enumerate(straight):
-        steps = [told[index] for told, _ in before] if index < 4 else [told[index - 4] for told in after]
+        steps = (
+            [outcomes[index] for outcomes, _ in before] if index < 4 else [outcomes[index - 4] for outcomes in after]
+        )
         assert {place: fate for step in steps for place, fate in step.items()} == expected
 
 
@@ -621,16 +629,18 @@ def test_routes_of_answers_that_wait_are_kept_and_unfinished_ones_have_none(tmp_
         [again] = read.done[0]
         assert read == group and again.routes is not None
         assert again.routes.dtype == dtype and np.array_equal(again.routes, routed.routes)
-    found = {}
+    untrained = {}
     for routes in ("own", "engine"):
         crew = Crew(config(model={"path": "m", "routes": routes}))
         while crew.do().figures["carry/groups_waiting"] == 0:
             pass
-        found[routes] = crew.source.untrained()
+        untrained[routes] = crew.source.untrained()
         finished = [t for group in crew.carried.groups() for done in group.done.values() for t in done]  # type: ignore[union-attr]
-        whole = {(tuple(t.prompt_ids), tuple(t.response_ids)) for t in finished}
-        given = {
-            (tuple(a.trajectory.prompt_ids), tuple(a.trajectory.response_ids)) for a in found[routes] if a.trajectory
+        finished_ids = {(tuple(t.prompt_ids), tuple(t.response_ids)) for t in finished}
+        untrained_ids = {
+            (tuple(a.trajectory.prompt_ids), tuple(a.trajectory.response_ids))
+            for a in untrained[routes]
+            if a.trajectory
         }
-        assert (given <= whole) == (routes == "engine")
+        assert (untrained_ids <= finished_ids) == (routes == "engine")
         crew.close()

@@ -1,4 +1,4 @@
-"""What a recipe's rollout section may say: what is named is loaded before any model, and a mistake is one sentence."""
+"""The rollout section of a recipe: its functions are loaded before any model, and a mistake is one sentence."""
 
 import asyncio
 from pathlib import Path
@@ -185,7 +185,7 @@ def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answ
 
 
 @pytest.mark.parametrize(
-    ("own", "result", "sentence"),
+    ("rollout_reward", "result", "sentence"),
     [
         (
             0.0,
@@ -197,7 +197,7 @@ def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answ
     ],
 )
 def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
-    own: float, result: RewardResult, sentence: str
+    rollout_reward: float, result: RewardResult, sentence: str
 ) -> None:
     """A function that fails to answer is something else: it has a reward of its own in the recipe."""
 
@@ -207,7 +207,7 @@ def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
         async def score(self, **seen: Any) -> Any:
             return result
 
-    done = Trajectory(0, 0, [4], [5], [1], [-1.0], reward=own)
+    done = Trajectory(0, 0, [4], [5], [1], [-1.0], reward=rollout_reward)
     pool = Pool(None, small_tokenizer(), Scores(), None, plan())  # type: ignore[arg-type]
     asyncio.run(pool.score(done, Prompt(0, (4,), {})))
     assert sentence in done.error and bool(sentence) == bool(done.error)

@@ -24,7 +24,7 @@ SKEW, LATENCY = 0.005, 0.0002
 
 
 class SlowStore:
-    """What rollouts use of the ranks' store, 200 µs away. `claimed` is set when there is nothing left to claim."""
+    """The store of the ranks as rollouts use it, 200 µs away. `claimed` is set when nothing is left to claim."""
 
     def __init__(self, count: int) -> None:
         self._lock, self._next, self._count = threading.Lock(), 0, count
@@ -42,8 +42,8 @@ class SlowStore:
         return False  # no engine has failed
 
 
-class Engine:
-    """Answers at once, or, if it waits, when nothing is left to claim."""
+class ClaimingEngine:
+    """An engine that answers at once, or, if it waits, when nothing is left to claim."""
 
     def __init__(self, store: SlowStore, waits: bool) -> None:
         self.settings, self.not_finite = SimpleNamespace(max_num_seqs=512, max_model_len=64), None
@@ -57,7 +57,7 @@ class Engine:
 
 
 def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> list[int]:
-    """How many prompts each of eight engines, each on an event loop of its own, takes of a step.
+    """Returns the number of prompts of a step that each of eight engines takes, each on its own event loop.
 
     `late`: the last engine begins when nothing is left.
     """
@@ -71,7 +71,7 @@ def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> 
 
     def take(number: int) -> int:
         thread = EngineThread()
-        leader = Leader(Engine(store, waiting[number]), thread)  # type: ignore[arg-type]
+        leader = Leader(ClaimingEngine(store, waiting[number]), thread)  # type: ignore[arg-type]
         pool = Pool(leader, tokenizer, rewards, store, plan, ENGINES)  # type: ignore[arg-type]
         if late and number == ENGINES - 1:
             assert store.claimed.wait(60)

@@ -21,36 +21,36 @@ Steps = list[dict[tuple[int, int], Trajectory]]
 
 def recipe(folder: Path, **sections: Any) -> TrainConfig:
     sections["checkpoint"] = {"rollouts": True} | sections.get("checkpoint", {})
-    found = config(None, **sections)
-    return found.model_copy(update={"run": found.run.model_copy(update={"output_dir": folder, "name": "run"})})
+    base = config(None, **sections)
+    return base.model_copy(update={"run": base.run.model_copy(update={"output_dir": folder, "name": "run"})})
 
 
 class Session(Crew):
     """One start of a run, from step 0, whose rollouts also draw from the global generator."""
 
-    def __init__(self, own: TrainConfig, store: HashStore | None = None) -> None:
-        super().__init__(own)
+    def __init__(self, run_config: TrainConfig, store: HashStore | None = None) -> None:
+        super().__init__(run_config)
         self.pool._store = store or HashStore()
-        self.produce = Journal(self.source, own, {"data": "rows"}).produce
+        self.produce = Journal(self.source, run_config, {"data": "rows"}).produce
 
     def steps(self, count: int) -> Steps:
-        found = []
+        results = []
         for _ in range(count):
-            found.append(self.do().own)
-        return found
+            results.append(self.do().own)
+        return results
 
 
-def run(own: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int]:
+def run(run_config: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int]:
     """The steps of a session, of all ranks together, and how many answers were sampled for them."""
     store = HashStore()
 
     def one() -> tuple[Steps, int]:
-        session, sampled = Session(own, store), [0]
+        session, sampled = Session(run_config, store), [0]
         complete = session.engine.complete
 
-        async def counted(*given: Any, **named: Any) -> Any:
+        async def counted(*args: Any, **named: Any) -> Any:
             sampled[0] += 1
-            return await complete(*given, **named)
+            return await complete(*args, **named)
 
         session.engine.complete = counted  # type: ignore[method-assign]
         try:
@@ -58,86 +58,88 @@ def run(own: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int]:
         finally:
             session.close()
 
-    told = on_ranks(ranks, one) if ranks > 1 else [one()]
-    return [together([found for found, _ in told], index) for index in range(steps)], sum(n for _, n in told)
+    results = on_ranks(ranks, one) if ranks > 1 else [one()]
+    return [together([rank_steps for rank_steps, _ in results], index) for index in range(steps)], sum(
+        n for _, n in results
+    )
 
 
-def together(told: list[Steps], index: int) -> dict[tuple[int, int], Trajectory]:
+def together(rank_steps: list[Steps], index: int) -> dict[tuple[int, int], Trajectory]:
     """All ranks' trajectories of a step."""
-    return {place: trajectory for steps in told for place, trajectory in steps[index].items()}
+    return {place: trajectory for steps in rank_steps for place, trajectory in steps[index].items()}
 
 
-def files(own: TrainConfig) -> set[int]:
+def files(run_config: TrainConfig) -> set[int]:
     """The steps of which something is kept."""
-    return {int(file.name.partition(".")[0]) for file in (own.run.folder / "answers").iterdir()}
+    return {int(file.name.partition(".")[0]) for file in (run_config.run.folder / "answers").iterdir()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_was_sampled_before_a_death_is_learned_from_again(
     tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight, each = run(recipe(tmp_path / "straight"), 5, ranks)
-    own = recipe(tmp_path / "broken")
-    first, sampled = run(own, 3, ranks)
-    assert sampled == each * 3 // 5 and files(own) == {1, 2, 3}
-    again, sampled = run(own, 5, ranks)
-    assert sampled == each * 2 // 5 and again == straight and first == straight[:3]
+    straight, total = run(recipe(tmp_path / "straight"), 5, ranks)
+    run_config = recipe(tmp_path / "broken")
+    first, sampled = run(run_config, 3, ranks)
+    assert sampled == total * 3 // 5 and files(run_config) == {1, 2, 3}
+    again, sampled = run(run_config, 5, ranks)
+    assert sampled == total * 2 // 5 and again == straight and first == straight[:3]
     assert "reused the kept answers of 3 steps; sampling continues in step 4" in capsys.readouterr().err
 
 
-def other_key(own: TrainConfig) -> TrainConfig:
-    return own.model_copy(update={"policy": own.policy.model_copy(update={"lr": 1.0})})
+def other_key(run_config: TrainConfig) -> TrainConfig:
+    return run_config.model_copy(update={"policy": run_config.policy.model_copy(update={"lr": 1.0})})
 
 
-def torn(own: TrainConfig) -> TrainConfig:
-    [file] = (own.run.folder / "answers").glob("2.rank_0")
+def torn(run_config: TrainConfig) -> TrainConfig:
+    [file] = (run_config.run.folder / "answers").glob("2.rank_0")
     file.write_bytes(file.read_bytes()[:-5])
-    return own
+    return run_config
 
 
-def of_another_rank(own: TrainConfig) -> TrainConfig:
-    [file] = (own.run.folder / "answers").glob("2.rank_1")
+def of_another_rank(run_config: TrainConfig) -> TrainConfig:
+    [file] = (run_config.run.folder / "answers").glob("2.rank_1")
     file.unlink()
-    return own
+    return run_config
 
 
-def not_resumed(own: TrainConfig) -> TrainConfig:
-    return own.model_copy(update={"checkpoint": own.checkpoint.model_copy(update={"resume": "none"})})
+def not_resumed(run_config: TrainConfig) -> TrainConfig:
+    return run_config.model_copy(update={"checkpoint": run_config.checkpoint.model_copy(update={"resume": "none"})})
 
 
 @pytest.mark.parametrize(("change", "reused"), [(other_key, 0), (torn, 1), (of_another_rank, 1), (not_resumed, 0)])
 def test_from_the_first_that_is_not_there_everything_is_sampled(
     tmp_path: Path, change: Callable[[TrainConfig], TrainConfig], reused: int
 ) -> None:
-    straight, each = run(recipe(tmp_path / "straight"), 4, ranks=2)
-    own = recipe(tmp_path / "broken")
-    run(own, 3, ranks=2)
-    again, sampled = run(change(own), 4, ranks=2)
-    assert again == straight and sampled == each * (4 - reused) // 4
+    straight, total = run(recipe(tmp_path / "straight"), 4, ranks=2)
+    run_config = recipe(tmp_path / "broken")
+    run(run_config, 3, ranks=2)
+    again, sampled = run(change(run_config), 4, ranks=2)
+    assert again == straight and sampled == total * (4 - reused) // 4
 
 
 def test_what_a_checkpoint_has_is_dropped(tmp_path: Path) -> None:
-    own = recipe(tmp_path)
-    session = Session(own)
+    run_config = recipe(tmp_path)
+    session = Session(run_config)
     session.steps(3)
-    saved = own.run.folder / "checkpoints" / "step_2"
+    saved = run_config.run.folder / "checkpoints" / "step_2"
     saved.mkdir(parents=True)
     (saved / "COMPLETE").touch()
     session.steps(1)
     session.close()
-    assert files(own) == {3, 4}
+    assert files(run_config) == {3, 4}
 
 
 def test_generators_are_as_they_were_behind_the_answers(tmp_path: Path) -> None:
     """Tools and rewards in the rank's process may have drawn from them."""
-    own = recipe(tmp_path)
-    session = Session(own)
+    run_config = recipe(tmp_path)
+    session = Session(run_config)
     score = session.pool.score
-    session.pool.score = lambda *given: (random.random(), score(*given))[1]  # type: ignore[method-assign]
+    session.pool.score = lambda *args: (random.random(), score(*args))[1]  # type: ignore[method-assign]
     session.steps(2)
     expected = random.random()
     session.close()
-    again = Session(own)
+    again = Session(run_config)
     again.steps(2)
     again.close()
     assert random.random() == expected
@@ -155,8 +157,8 @@ def test_answers_whose_reward_failed_are_kept_as_failed(tmp_path: Path) -> None:
         session.close()
         return [{place: (t.error, t.reward_error) for place, t in step.items()} for step in steps]
 
-    own = recipe(tmp_path, rollout={"max_error_rate": 0.0})
-    first, again = fates(Session(own)), fates(Session(own))
+    run_config = recipe(tmp_path, rollout={"max_error_rate": 0.0})
+    first, again = fates(Session(run_config)), fates(Session(run_config))
     assert first == again and any(error for step in again for error, _ in step.values())
 
 
@@ -184,9 +186,9 @@ def test_a_source_hears_which_steps_were_replayed_and_if_the_next_is_sampled(tmp
         source: Any = Recorded()
         journal = Journal(source, recipe(tmp_path), {"data": "rows"})
         for step in range(1, steps + 1):
-            [found] = journal.produce(Order(step, step - 1, 8 * (step - 1)))
-            assert found.step == step and found.position == 8 * step
+            [sampled_round] = journal.produce(Order(step, step - 1, 8 * (step - 1)))
+            assert sampled_round.step == step and sampled_round.position == 8 * step
         assert source.calls == calls
     source = Recorded()
-    [found] = Journal(source, recipe(tmp_path), {"data": "rows"}).produce(Order(2, 7, 8))
-    assert source.calls == [("produced", 2)] and found.version == 7, "other weights sample anew"
+    [sampled_round] = Journal(source, recipe(tmp_path), {"data": "rows"}).produce(Order(2, 7, 8))
+    assert source.calls == [("produced", 2)] and sampled_round.version == 7, "other weights sample anew"

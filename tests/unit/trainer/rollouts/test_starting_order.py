@@ -72,8 +72,8 @@ def test_episodes_that_failed_say_nothing_of_their_length() -> None:
     sampled = [answer.sampled for answer in answers if answer.prompt_index == 1]
     for answer in answers:
         answer.error = "broken" * (answer.prompt_index == 0 or answer.sampled == max(sampled))
-    found = longest_answers(answers, PROMPTS)
-    assert 100 not in found and found[101] == max(s for s in sampled if s != max(sampled))
+    longest = longest_answers(answers, PROMPTS)
+    assert 100 not in longest and longest[101] == max(s for s in sampled if s != max(sampled))
 
 
 @pytest.mark.parametrize("data", ["rows", "others"])
@@ -84,5 +84,5 @@ def test_a_checkpoint_keeps_the_lengths_of_its_data(tmp_path: Path, data: str) -
     state = RunState(step=1, prompts=4, lengths={3: 17, 12: 5})
     extra = {"state": json.loads(json.dumps(vars(state))), "identity": {"data": "rows"}}
     checkpoint.save(config.run.folder / "checkpoints", 1, {}, extra)
-    _, found = find_checkpoint(config, {"data": data})
-    assert found == (state if data == "rows" else RunState(step=1))
+    _, resumed = find_checkpoint(config, {"data": data})
+    assert resumed == (state if data == "rows" else RunState(step=1))

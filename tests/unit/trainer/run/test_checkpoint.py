@@ -80,8 +80,8 @@ def test_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path)
     other = TinyPolicy()
     assert path == tmp_path / "step_3" == checkpoint.latest_complete(tmp_path)
     extra = checkpoint.load(path, {"policy": other})
-    own = {"step": 3, "world_size": 1}
-    assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}} | own == checkpoint.verify(path)
+    standard_fields = {"step": 3, "world_size": 1}
+    assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}} | standard_fields == checkpoint.verify(path)
     assert (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
     assert all(torch.equal(value, saved[key]) for key, value in other.model.state_dict().items())
     other.learn(inputs)  # Adam's moments and step count came along

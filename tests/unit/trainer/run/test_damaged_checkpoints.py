@@ -216,29 +216,29 @@ def test_a_hostile_table_is_refused_and_nothing_in_it_is_run(run: TrainConfig, t
     path, mark = run.run.folder / "checkpoints" / "step_2", tmp_path / "mark"
     tables = list(hostile_tables(path, mark))
     assert len(tables) == 18
-    content, said = tables[number]
+    content, message = tables[number]
     (path / ".metadata").write_bytes(content)
     (path / "__0.metadata").write_bytes(pickle.dumps(Hostile(mark)))  # where torch's own reader looks next
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         checkpoint.load(path, {"part": Numbers(0)})
     one_sentence(refused.value)
     digest_again(path)
-    with pytest.raises(checkpoint.Damaged, match=f"step_2 is damaged: .metadata .*{said}"):
+    with pytest.raises(checkpoint.Damaged, match=f"step_2 is damaged: .metadata .*{message}"):
         checkpoint.verify(path)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (torch.zeros(7, 3, dtype=torch.float64), "weight is torch.float32 .* there and torch.float64 of size"),
         (torch.zeros(7, 4), r"weight is .*size \[7, 3\] there and .*size \[7, 4\] here"),
     ],
 )
-def test_other_shapes_and_dtypes_do_not_fit(run: TrainConfig, value: torch.Tensor, said: str) -> None:
+def test_other_shapes_and_dtypes_do_not_fit(run: TrainConfig, value: torch.Tensor, message: str) -> None:
     part = Numbers(0)
     part.tensors["weight"] = value
-    with pytest.raises(UserError, match=f"step_2 does not fit this model: part.{said}") as refused:
+    with pytest.raises(UserError, match=f"step_2 does not fit this model: part.{message}") as refused:
         checkpoint.load(run.run.folder / "checkpoints" / "step_2", {"part": part})
     one_sentence(refused.value)
     part = Numbers(0)
@@ -258,14 +258,14 @@ def test_a_hostile_file_of_tensors_is_refused_and_nothing_in_it_is_run(
     (path / "__0_0.distcp").write_bytes(shards + stored.getvalue())
     place = metadata.storage_data[MetadataIndex("part.weight", [0, 0])]
     place.offset, place.length = len(shards), len(stored.getvalue())
-    said = "cannot be loaded: .*Weights only load failed"
+    message = "cannot be loaded: .*Weights only load failed"
     if declared == "bytes":  # which torch's own planner unpickles freely
         metadata.state_dict_metadata["part.weight"] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex("part.weight")] = place
-        said = "cannot be loaded: .metadata declares part.weight as something other than a tensor"
+        message = "cannot be loaded: .metadata declares part.weight as something other than a tensor"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     digest_again(path)  # whoever writes files writes digests, too
-    with pytest.raises(UserError, match=f"step_2 {said}") as refused:
+    with pytest.raises(UserError, match=f"step_2 {message}") as refused:
         checkpoint.load(path, {"part": Numbers(0)})
     one_sentence(refused.value)
     assert not mark.exists()
@@ -284,10 +284,10 @@ def test_the_planner_loads_no_bytes(tmp_path: Path) -> None:
 
 def test_the_state_of_another_version_is_refused_in_a_sentence(run: TrainConfig) -> None:
     path = run.run.folder / "checkpoints" / "step_2"
-    for state, said in (({"step": "2"}, "Expected `int`, got `str`"), (None, "Expected `object`, got `null`")):
+    for state, message in (({"step": "2"}, "Expected `int`, got `str`"), (None, "Expected `object`, got `null`")):
         extra = json.loads((path / "extra.json").read_text()) | {"state": state}
         (path / "extra.json").write_text(json.dumps(extra))
         digest_again(path)
-        with pytest.raises(UserError, match=re.escape(said)) as refused:
+        with pytest.raises(UserError, match=re.escape(message)) as refused:
             find_checkpoint(run, IDENTITY)
         assert "step_2 was saved by another version of Hotbunk" in one_sentence(refused.value)

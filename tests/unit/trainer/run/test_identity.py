@@ -27,7 +27,7 @@ def model(tiny_model: TinyModel) -> Path:
 
 
 def refusal(model: Path, allowed: list[str], fingerprint: str = "rows", **sections: dict[str, Any]) -> str:
-    """What is said when a run of plain settings and data "rows" goes on with others; "" if nothing."""
+    """Returns the error when a run of plain settings and data "rows" is resumed with other ones; "" if none."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     saved = {"identity": json.loads(json.dumps(run_identity(recipe(model), "rows", tokenizer)))}
     current = run_identity(recipe(model, **sections), fingerprint, tokenizer)
@@ -46,7 +46,7 @@ def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "difference"),
     [
         ({"algorithm": {"clip_high": 0.5}}, "algorithm.clip_high = 0.28 (now 0.5)"),
         (
@@ -61,9 +61,9 @@ def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) ->
         ),
     ],
 )
-def test_another_algorithm_is_refused_unless_permitted(model: Path, sections: dict[str, Any], said: str) -> None:
+def test_another_algorithm_is_refused_unless_permitted(model: Path, sections: dict[str, Any], difference: str) -> None:
     sentence = refusal(model, [], **sections)
-    assert f"step_4 was trained with {said}" in sentence and "\n" not in sentence
+    assert f"step_4 was trained with {difference}" in sentence and "\n" not in sentence
     section = next(iter(sections))
     keys = [f"{section}.{key}" for key in sections[section]]
     assert f"permit it by checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name" in sentence

@@ -96,19 +96,21 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(monke
 
 def test_rollouts_are_given_up_after_half_of_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, grace_s=60.0)
-    found = []
+    answers = []
     for seconds in (0.0, 29.0, 31.0):
         run.watchdog.called_for = partial(float, seconds)
-        found.append(run.keeper.late_to_leave())
-    assert found == [False, False, True]
+        answers.append(run.keeper.late_to_leave())
+    assert answers == [False, False, True]
 
 
 def test_with_auto_it_saves_when_the_interval_of_rank_0_is_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = iter([True, False, False, True, False])
+    decisions = iter([True, False, False, True, False])
     notes: list[str] = []
-    interval = SimpleNamespace(is_over=lambda: next(told), saved=lambda cost: notes.append("saved"), note=notes.append)
+    interval = SimpleNamespace(
+        is_over=lambda: next(decisions), saved=lambda cost: notes.append("saved"), note=notes.append
+    )
     monkeypatch.setattr(module, "Intervals", lambda folder, ranks: interval)
     run = Run(monkeypatch, every="auto")
     assert [call[0] for call in run.steps(5)] == [1, 4]

@@ -133,12 +133,12 @@ def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(tmp_path
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             process.send_signal(number)
-            _, said = process.communicate(timeout=60)
+            _, output = process.communicate(timeout=60)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 128 + number
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines and [line for line in lines if not line.startswith("[hotbunk] ")] == []
 
 
@@ -155,9 +155,9 @@ def test_a_supervisor_is_told_what_was_saved_before(tmp_path: Path, monkeypatch:
     assert outcome.checkpoints == str(tmp_path / "x" / "checkpoints")
     assert [mark.split()[0] for mark in outcome.before] == ["step_4"]
     launcher._tell_supervisor(outcome)
-    told = supervisor.Outcome(**json.loads((tmp_path / "outcome").read_text()))
-    assert set(supervisor.marks(Path(told.checkpoints))) == set(told.before)
+    written = supervisor.Outcome(**json.loads((tmp_path / "outcome").read_text()))
+    assert set(supervisor.marks(Path(written.checkpoints))) == set(written.before)
     (tmp_path / "x" / "checkpoints" / "step_6" / "COMPLETE").touch()
-    assert len(set(supervisor.marks(Path(told.checkpoints))) - set(told.before)) == 1
+    assert len(set(supervisor.marks(Path(written.checkpoints))) - set(written.before)) == 1
     words.training_script_args = ["train", str(tmp_path / "absent.yaml")]
     assert launcher._beginning(words) == supervisor.Outcome()  # whose mistake the ranks tell

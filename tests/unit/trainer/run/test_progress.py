@@ -1,4 +1,4 @@
-"""What a person sees of a run: rows, report, curves, memory."""
+"""The display of a run in a terminal: rows, report, curves, memory."""
 
 import io
 import json
@@ -55,7 +55,7 @@ def test_rows_are_aligned_with_the_header_and_fit_the_width() -> None:
     lines = printed([(1, FULL), (2, {}), (399, FULL | {"reward/mean": -1.0, "eval/accuracy": math.nan})])
     assert all(cell_len(line) <= WIDTH for line in lines)
     header, row = lines[0], lines[1]
-    shown = {
+    cells = {
         "reward": "0.438",
         "eval": "0.500",
         "gap max": "1.5e-05",
@@ -63,9 +63,9 @@ def test_rows_are_aligned_with_the_header_and_fit_the_width() -> None:
         "length": "123.4",
         "cut": "2%",
     }
-    shown |= {"tok/s": "11.2k", "rollout s": "0.35", "sync": "0.06", "train": "0.30"}
-    shown["GiB trainer | engine"] = "0.61 | 1.32→0.42"
-    for title, value in shown.items():
+    cells |= {"tok/s": "11.2k", "rollout s": "0.35", "sync": "0.06", "train": "0.30"}
+    cells["GiB trainer | engine"] = "0.61 | 1.32→0.42"
+    for title, value in cells.items():
         end = header.index(title) + len(title)
         assert row[:end].endswith(" " + value), title  # right under its title's end
     assert row.startswith("  1/400") and lines[2].split()[0] == "2/400"
@@ -120,9 +120,9 @@ def report(**changes: object) -> Report:
     return Report(**(values | changes))  # type: ignore[arg-type]
 
 
-def rendered(shown: Report) -> str:
+def rendered(report: Report) -> str:
     output = io.StringIO()
-    Progress(40, enabled=True, console=Console(file=output, width=WIDTH)).report(shown)
+    Progress(40, enabled=True, console=Console(file=output, width=WIDTH)).report(report)
     assert all(cell_len(line) <= WIDTH for line in output.getvalue().splitlines())
     return output.getvalue()
 
@@ -166,7 +166,7 @@ def test_curves_are_drawn_whatever_was_measured(tmp_path: Path, rows: int) -> No
 
 
 def resident_gib() -> float:
-    """Of this process without the pages of files."""
+    """Returns this process's resident memory in GiB, without the pages of files."""
     sizes = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
     return sum(map(int, sizes)) / 2**20
 

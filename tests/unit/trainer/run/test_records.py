@@ -35,7 +35,7 @@ NOT_ROWS = (
 
 
 def record(folder: Path, steps: range, resumed_from: int | None = None, patience: float = 0.0) -> None:
-    """What a run writes in these steps; two answers each, with characters of one to four bytes."""
+    """Writes a run's rows of these steps, with two answers a step and characters of one to four bytes."""
     tracker = make_tracker(folder, {}, "demo", TrackingConfig(wandb="disabled"), resumed_from, patience=patience)
     try:
         for step in steps:
@@ -47,20 +47,20 @@ def record(folder: Path, steps: range, resumed_from: int | None = None, patience
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run that nothing happened to."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them would take their time
-    record(tmp_path / "whole", range(STEPS))
-    return tmp_path / "whole"
+    record(tmp_path / "finished", range(STEPS))
+    return tmp_path / "finished"
 
 
 def lines_of(content: bytes) -> list[tuple[int, int, bytes]]:
     """Where each line begins and ends, and the line."""
-    found, start = [], 0
+    lines, start = [], 0
     for line in content.splitlines(keepends=True):
-        found.append((start, start + len(line) - 1, line))
+        lines.append((start, start + len(line) - 1, line))
         start += len(line)
-    return found
+    return lines
 
 
 def tears(content: bytes) -> Iterator[tuple[bytes, Callable[[int, int], bool]]]:
@@ -82,8 +82,10 @@ def strange_lines(content: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(whole: Path, tmp_path: Path, name: str) -> None:
-    contents = {file: (whole / file).read_bytes() for file in FILES}
+def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(
+    finished_run: Path, tmp_path: Path, name: str
+) -> None:
+    contents = {file: (finished_run / file).read_bytes() for file in FILES}
     cases = list(tears(contents[name]))
     cases += [(torn, lambda start, end: True) for torn in strange_lines(contents[name])]
     assert len(cases) >= 222
@@ -125,8 +127,8 @@ def run_on_a_full_disk(folder: Path, limit: int) -> int:
         return int(stream.read())
 
 
-def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(whole: Path, tmp_path: Path) -> None:
-    size = (whole / "completions.jsonl").stat().st_size
+def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(finished_run: Path, tmp_path: Path) -> None:
+    size = (finished_run / "completions.jsonl").stat().st_size
     ends = set()
     for limit in range(1, size, size // 47):
         folder = tmp_path / str(limit)
@@ -138,15 +140,15 @@ def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(whole: Path, tmp_
             assert page_data([read_record(folder)])
         record(folder, range(done + 1, STEPS), resumed_from=done if done >= 0 else None)
         for name in FILES:
-            assert (folder / name).read_bytes() == (whole / name).read_bytes(), (limit, name)
+            assert (folder / name).read_bytes() == (finished_run / name).read_bytes(), (limit, name)
     assert len(ends) >= 5
 
 
 def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No file may grow beyond a limit, which fails a write in the middle of a line, until it is waited for."""
-    unlimited, size = resource.getrlimit(resource.RLIMIT_FSIZE), (whole / "completions.jsonl").stat().st_size
+    unlimited, size = resource.getrlimit(resource.RLIMIT_FSIZE), (finished_run / "completions.jsonl").stat().st_size
     waited: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -163,14 +165,14 @@ def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert len(waited) >= 2 and set(waited) == {10.0}
     for name in FILES:
-        assert (tmp_path / "own" / name).read_bytes() == (whole / name).read_bytes()
+        assert (tmp_path / "own" / name).read_bytes() == (finished_run / name).read_bytes()
     assert (
         "completions.jsonl cannot be written: [Errno 27] File too large; trying again for 60 s"
         in capsys.readouterr().err
     )
 
 
-def test_a_report_is_written_of_a_run_whose_recipe_is_torn(whole: Path, tmp_path: Path) -> None:
+def test_a_report_is_written_of_a_run_whose_recipe_is_torn(finished_run: Path, tmp_path: Path) -> None:
     for torn in (b"", b"run:\n", b"run:\n  steps: [", b"\x00" * 20, b"run: {name: \xc3", b"- 1", b"run: 3"):
-        (whole / "config.yaml").write_bytes(torn)
-        assert f"{STEPS - 1} steps in" in state(read_record(whole))
+        (finished_run / "config.yaml").write_bytes(torn)
+        assert f"{STEPS - 1} steps in" in state(read_record(finished_run))

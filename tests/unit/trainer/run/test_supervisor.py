@@ -63,11 +63,11 @@ DONE = {"code": 0}
 
 
 def test_a_run_that_died_is_started_again_until_it_is_done(tmp_path: Path) -> None:
-    code, calls, said = supervised(
+    code, calls, lines = supervised(
         tmp_path, 5, died(2, code=137), {"code": -9}, died(4, "TimeoutError", code=124), DONE
     )
     assert code == 0 and len(calls) == 4
-    assert said == [
+    assert lines == [
         "failed in step 2, exit code 137: starting again in 0 s, 4 restarts left after that",
         "failed in an unknown step, exit code 137: starting again in 0 s, 3 restarts left after that",
         "failed in step 4, exit code 124: starting again in 0 s, 2 restarts left after that",
@@ -95,8 +95,8 @@ def test_what_was_saved_counts_when_the_launcher_was_killed(tmp_path: Path, name
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
-    told = {"checkpoints": str(folder), "before": marks(folder)}  # a launcher tells this when it begins
-    killed = {"code": -9, "outcome": told, "saves": {name: "its own"}}
+    outcome = {"checkpoints": str(folder), "before": marks(folder)}  # a launcher tells this when it begins
+    killed = {"code": -9, "outcome": outcome, "saves": {name: "its own"}}
     _, calls, _ = supervised(tmp_path, 5, killed, {"code": -9}, DONE)
     assert calls == [[], ["--resume", "auto"], ["--resume", "auto"]]
 
@@ -116,21 +116,21 @@ def test_what_was_saved_counts_when_the_launcher_was_killed(tmp_path: Path, name
 def test_a_run_that_would_fail_again_or_was_asked_to_end_is_left_alone(
     end: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    code, calls, said = supervised(tmp_path, 5, end, DONE)
-    assert (code, len(calls), said) == (end["code"], 1, [f"not started again: {why}"])
+    code, calls, lines = supervised(tmp_path, 5, end, DONE)
+    assert (code, len(calls), lines) == (end["code"], 1, [f"not started again: {why}"])
 
 
 def test_the_third_failure_of_one_step_ends_the_run(tmp_path: Path) -> None:
     ends = [died(2), died(5), died(5), died(5, code=137)]
-    code, calls, said = supervised(tmp_path, 9, *ends, DONE)
+    code, calls, lines = supervised(tmp_path, 9, *ends, DONE)
     assert code == 137 and len(calls) == 4
-    assert said[-1] == "not started again: step 5 has failed 3 times, the last time as rank 1: was ended by SIGKILL"
+    assert lines[-1] == "not started again: step 5 has failed 3 times, the last time as rank 1: was ended by SIGKILL"
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
-    code, calls, said = supervised(tmp_path, 2, *map(died, (1, 2, 3, 4)), DONE)
+    code, calls, lines = supervised(tmp_path, 2, *map(died, (1, 2, 3, 4)), DONE)
     assert code == 1 and len(calls) == 3
-    assert said[-1] == "not started again: no restarts left, step 3 failed last"
+    assert lines[-1] == "not started again: no restarts left, step 3 failed last"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

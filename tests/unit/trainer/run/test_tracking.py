@@ -26,8 +26,10 @@ class FakeRun:
     def __init__(self, calls: list[tuple[Any, ...]], last: int | None = None) -> None:
         """`last`: the last step that the server has of this run, if it knows it."""
         self.calls, self.resumed = calls, last is not None
-        known = {"train/step": last} if self.resumed else {}
-        self.summary = types.SimpleNamespace(update=lambda values: calls.append(("summary", values)), get=known.get)
+        last_logged = {"train/step": last} if self.resumed else {}
+        self.summary = types.SimpleNamespace(
+            update=lambda values: calls.append(("summary", values)), get=last_logged.get
+        )
 
     def define_metric(self, *arguments: Any, **options: Any) -> None:
         self.calls.append(("define", *arguments, options))
@@ -44,7 +46,7 @@ class FakeRun:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What a stand-in for the `wandb` module was asked to do."""
+    """The calls of a stand-in for the `wandb` module."""
     recorded: list[tuple[Any, ...]] = []
 
     def init(**options: Any) -> FakeRun:
@@ -118,8 +120,10 @@ def test_the_table_has_a_column_for_each_image_of_an_answer(
 ) -> None:
     monkeypatch.setattr(sys.modules["wandb"], "Image", lambda image: image.size)
     tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="offline"))
-    shown = [thumbnail(image) for image in images((30, 20), (40, 10))]
-    tracker.completions(1, [{"text": "a", "images": shown}, {"text": "b"}, {"text": "c", "images": shown[1:]}])
+    thumbnails = [thumbnail(image) for image in images((30, 20), (40, 10))]
+    tracker.completions(
+        1, [{"text": "a", "images": thumbnails}, {"text": "b"}, {"text": "c", "images": thumbnails[1:]}]
+    )
     tracker.log(1, metrics(1))
     tracker.close()
     [table] = [call[1]["completions"] for call in calls if call[0] == "log"]
@@ -133,9 +137,9 @@ def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, 
     for step, gap in enumerate(gaps, start=1):
         tracker.log(step, {"gap/mean": gap, "loss": 0.1, "skipped_steps": float(step == 20)})
     tracker.close()
-    told = "1.7e-04 nats apart on average, 2.0e-05 at first"
+    distance = "1.7e-04 nats apart on average, 2.0e-05 at first"
     assert [call for call in calls if call[0] == "alert"] == [
-        ("alert", "The gap grows", f"demo, step 13: trainer and engine are {told}", "ERROR"),
+        ("alert", "The gap grows", f"demo, step 13: trainer and engine are {distance}", "ERROR"),
         ("alert", "Divergence", "demo, step 19: gap/mean not finite", "ERROR"),
     ]  # fmt: skip
     for resumed_from, titles in ((18, ["Divergence"]), (12, ["Divergence", "The gap grows"])):  # told before, and not
@@ -165,8 +169,8 @@ def test_wandb_online_without_a_network_or_a_login_goes_on_offline(
     tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="online"))
     tracker.log(1, metrics(1))
     tracker.close()
-    said = capsys.readouterr().err
-    assert f"cannot be used online ({error}): the copy goes to {tmp_path}/wandb" in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert f"cannot be used online ({error}): the copy goes to {tmp_path}/wandb" in message and message.count("\n") == 1
     assert [call[1]["mode"] for call in calls if call[0] == "init"] == ["offline"]
     assert [call[1]["train/step"] for call in calls if call[0] == "log"] == [1]
 
@@ -183,8 +187,8 @@ def test_real_wandb_without_a_network_goes_on_offline(
     tracker.completions(1, [{"prompt": "1+1", "text": "2"}])
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
-    said = capsys.readouterr().err
-    assert "Weights & Biases cannot be used online" in said and "no further copy" not in said
+    message = capsys.readouterr().err
+    assert "Weights & Biases cannot be used online" in message and "no further copy" not in message
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert [row["reward/mean"] for row in read_wandb(record)] == [0.5]
     assert list(record.parent.glob("files/media/table/*.table.json"))
@@ -194,7 +198,9 @@ def test_real_wandb_without_a_network_goes_on_offline(
 def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, last: int, sent: list[int]
 ) -> None:
-    """Whether the run was killed before W&B had its last steps, or long after its last checkpoint."""
+    """A resumed run sends the missing steps, and only those, after a kill before W&B had the last steps as well as
+    after one long after the last checkpoint.
+    """
     run(tmp_path, range(5))
     calls.clear()
     monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: FakeRun(calls, last))
@@ -404,7 +410,7 @@ def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path, capsys:
     interrupted(tmp_path, "tensorboard")
     assert capsys.readouterr().err == ""
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    points = [(each.step, each.value) for each in events.Scalars("reward/mean")]
+    points = [(event.step, event.value) for event in events.Scalars("reward/mean")]
     assert points == [(step, pytest.approx(step / 3)) for step in range(1, 7)]
     assert "gap/max" not in events.Tags()["scalars"]
 
@@ -418,11 +424,11 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(
     interrupted(tmp_path, "mlflow")
     assert "no further copy" not in capsys.readouterr().err
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    (found,) = client.search_runs([client.get_experiment_by_name("hotbunk").experiment_id])
-    history = client.get_metric_history(found.info.run_id, "reward/mean")
-    assert sorted((each.step, each.value) for each in history) == [(step, step / 3) for step in range(1, 7)]
-    assert found.data.params == {"run.seed": "1"} and not (tmp_path / "mlruns").exists()
-    assert found.info.status == "FINISHED" and found.info.run_name == "demo"
+    (tracked_run,) = client.search_runs([client.get_experiment_by_name("hotbunk").experiment_id])
+    history = client.get_metric_history(tracked_run.info.run_id, "reward/mean")
+    assert sorted((metric.step, metric.value) for metric in history) == [(step, step / 3) for step in range(1, 7)]
+    assert tracked_run.data.params == {"run.seed": "1"} and not (tmp_path / "mlruns").exists()
+    assert tracked_run.info.status == "FINISHED" and tracked_run.info.run_name == "demo"
 
 
 def test_trackio_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +468,7 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
         tracker.log(step, metrics(step) | {"gap/max": float("inf")})
     tracker.summary({"steps": 4})
     tracker.close()
-    said = capsys.readouterr().err
-    assert said == "[hotbunk] no further copy in failing (ConnectionError: gone); metrics.jsonl has everything\n"
+    message = capsys.readouterr().err
+    assert message == "[hotbunk] no further copy in failing (ConnectionError: gone); metrics.jsonl has everything\n"
     assert rows[0] == {"train/step": 1} | metrics(1) | {"gap/max": None}
     assert len(read(tmp_path)) == 4
