@@ -90,5 +90,5 @@ def warm_up_imports() -> list[str]:
 
 
 @pytest.mark.parametrize("module", warm_up_imports())
-def test_what_warming_up_an_engine_imports_when_it_gets_there_can_be_imported(module: str) -> None:
+def test_modules_that_a_warm_up_imports_late_can_be_imported(module: str) -> None:
     importlib.import_module(module)

@@ -13,7 +13,7 @@ def cycles(memory: list[int]) -> list[shift.Cycle]:
     return [shift.Cycle({}, {"engine on": nbytes}) for nbytes in memory]
 
 
-def test_a_leak_is_bytes_a_cycle_and_what_is_kept_once_is_none() -> None:
+def test_a_leak_is_growth_a_cycle_and_not_memory_kept_once() -> None:
     assert shift.growth(cycles([100 + 7 * number for number in range(11)]), "engine on") == pytest.approx(7)
     assert shift.growth(cycles([0, 900, 1000, 1000, 1000, 1000, 1000, 1000]), "engine on") == 0
     assert shift.growth(cycles([5, 6, 7]), "engine on") == 0  # too few to say

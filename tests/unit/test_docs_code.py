@@ -55,7 +55,7 @@ def test_recipes_are_valid(reason: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(("reason", "code"), blocks("python"))
-def test_python_runs(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_of_the_pages_run(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an imported module would: what is only for `__main__` is not run. A client's function is called."""
     compiled = compile(code, "block", "exec")
     if reason and "imports" not in reason:

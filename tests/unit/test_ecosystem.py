@@ -28,7 +28,7 @@ def test_a_request_goes_on_only_with_all_ids_of_one_before(requests: list, begun
     assert trial.beginnings(requests) == begun
 
 
-def test_what_an_engine_samples_beyond_a_stop_string_may_be_missing() -> None:
+def test_tokens_sampled_beyond_a_stop_string_may_be_missing() -> None:
     end = trial.END_OF_TURN
     requests = [([1, 7], [3, 4, 5]), ([1, 7, 3, end, 9], [6])]
     assert [trial.beginnings(requests, beyond) for beyond in (0, 1, 2, 9)] == [2, 2, 1, 1]

@@ -16,14 +16,14 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def test_it_has_the_public_names_of_all_packages() -> None:
+def test_hotbunk_exports_the_public_names_of_all_packages() -> None:
     import hotbunk
 
     assert sorted([*generation.__all__, *sharding.__all__, *trainer.__all__]) == hotbunk.__all__
     assert hotbunk.TrainConfig is trainer.TrainConfig and hotbunk.ShardingManager is sharding.ShardingManager
 
 
-def test_ours_are_found_before_a_module_of_the_users(tmp_path: Path) -> None:
+def test_our_packages_are_imported_before_the_users_modules(tmp_path: Path) -> None:
     done = run(
         tmp_path, "from hotbunk import TrainConfig; print(TrainConfig.__module__, sys.path[0], 'torch' in sys.modules)"
     )

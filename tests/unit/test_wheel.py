@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def test_it_holds_the_packages_with_all_of_their_files_and_no_others(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_all_files_of_the_packages_and_no_others(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     source = {
         str(file.relative_to(ROOT))
@@ -50,7 +50,7 @@ def test_it_holds_the_packages_with_all_of_their_files_and_no_others(wheel: zipf
     assert {"trainer/commands/report_page.html", "trainer/commands/report_page.js"} < files
 
 
-def test_its_metadata_names_the_command_the_licence_and_the_addresses(wheel: zipfile.ZipFile) -> None:
+def test_the_wheels_metadata_names_command_licence_and_addresses(wheel: zipfile.ZipFile) -> None:
     (folder,) = {name.partition("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     entries = configparser.ConfigParser()
     entries.read_string(wheel.read(f"{folder}/entry_points.txt").decode())
@@ -62,7 +62,7 @@ def test_its_metadata_names_the_command_the_licence_and_the_addresses(wheel: zip
     ]  # fmt: skip
 
 
-def test_its_commands_find_their_schema_and_templates_in_it(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_commands_of_an_installed_wheel_find_schema_and_templates(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """It is unpacked outside the repository, and comes before an installed clone."""
     wheel.extractall(tmp_path / "site")
     (tmp_path / "here").mkdir()

@@ -23,12 +23,14 @@ MOST_UNDOCUMENTED = 0
         (words.undocumented, MOST_UNDOCUMENTED),
     ],
 )
-def test_the_product_has_no_more_of_them_than_the_limit(finder: Callable[[], list[str]], most: int) -> None:
+def test_the_product_has_at_most_the_permitted_number_of_each_finding(
+    finder: Callable[[], list[str]], most: int
+) -> None:
     lines = finder()
     assert len(lines) <= most, "\n".join(lines)
 
 
-def test_contributing_names_the_words() -> None:
+def test_contributing_lists_every_word_that_the_finders_report() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")[2]
     assert all(f"*{opening}*" in text for opening in words.FRAGMENTS)
     assert all(f"`{name}`" in text for name in words.DETERMINERS)

@@ -49,7 +49,7 @@ def together_and_apart(recipe: Path, *arguments: str) -> tuple[Run, Run]:
     return together, finished(recipe, *arguments, *APART, ranks=2, name="apart")
 
 
-def test_without_lag_engines_apart_train_alike_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_engines_apart_without_lag_train_alike_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
     together, apart = together_and_apart(small_recipe(tmp_path, tiny_model()))
     assert len(apart.rows()) == 4 and not unequal(together, apart)
 
@@ -67,7 +67,7 @@ def test_engines_apart_train_alike_with_deepspeed_adapters_slices_and_turns(
 
 
 @pytest.mark.parametrize("sections", [{}, CUT], ids=["", "adapters, answers in slices"])
-def test_with_a_lag_a_resumed_run_ends_as_the_undisturbed_one(
+def test_a_resumed_run_with_a_lag_ends_as_the_undisturbed_one(
     sections: dict[str, dict[str, Any]], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     recipe = small_recipe(tmp_path, tiny_model(), **sections)

@@ -27,7 +27,7 @@ def shown(text: str) -> bool:
     return re.sub(r"\d+", "N", text) in re.sub(r"\d+", "N", PAGE)
 
 
-def test_its_commands_do_what_the_page_shows(
+def test_commands_of_the_tutorial_do_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The long run with the first reward is left out: the run with the second one is interrupted and resumed."""

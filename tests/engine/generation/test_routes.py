@@ -112,7 +112,7 @@ def test_rows_are_those_of_a_prefill_whether_cached_preempted_or_not(leader: Lea
     assert len({answer.routes.tobytes() for answer in first if answer.routes is not None}) == 16
 
 
-def test_tokens_that_were_not_sampled_have_rows_too(leader: Leader) -> None:
+def test_tokens_that_were_not_sampled_have_rows_as_well(leader: Leader) -> None:
     """Two turns have a tool's result between them; one trajectory is assembled by the user's function."""
     tool_ids = random_prompt(5, 3)
 
@@ -194,7 +194,7 @@ def test_each_of_several_answers_to_a_request_has_its_own_routes(leader: Leader)
         assert np.array_equal(answer.routed_experts, prefilled(leader, [*prompt, *answer.token_ids]))
 
 
-def test_with_the_engines_routes_the_trainer_is_closer_to_it(leader: Leader, model: Path) -> None:
+def test_the_engines_routes_bring_the_trainer_closer_to_it(leader: Leader, model: Path) -> None:
     """The engine is in bfloat16, the trainer in float32, where some tokens are routed differently.
 
     The largest gap falls to a quarter or less, and the 95th percentile to a half or less.

@@ -87,7 +87,7 @@ def test_a_file_is_fetched_also_after_a_redirect(at: str) -> None:
         ("/slow", "was not fetched within 1 s"),
     ],
 )
-def test_what_is_not_to_be_had_is_a_sentence(
+def test_a_model_or_data_set_that_cannot_be_fetched_is_reported_in_one_sentence(
     at: str, internet: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, path: str, sentence: str
 ) -> None:
     monkeypatch.setattr(fetching, "SECONDS", 1.0)

@@ -125,7 +125,7 @@ def test_pixels_are_upright_and_on_white_where_an_image_is_transparent() -> None
         (encoded(PIL.Image.new("1", (20_000, 20_000))), "pixels"),
     ],
 )
-def test_what_is_not_a_usable_image_is_told_in_one_sentence(source: Any, sentence: str) -> None:
+def test_an_unusable_image_is_reported_in_one_sentence(source: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
         Image.read(source, ImageLimits(max_pixels=50_000))
     assert "\n" not in str(caught.value)

@@ -76,7 +76,7 @@ class Words:
         return "".join(self.texts.get(i, f"<{i}>") for i in ids if not (skip_special_tokens and i == 2))
 
 
-def test_the_examples_of_the_seed() -> None:
+def test_examples_of_nemo_rl_replace_prefix_tokens() -> None:
     model, until = [11, 12, 13, 40, 41, 220, 17, 2], [11, 12, 13, 40, 41, 1001, 2]
     conversation_ids = [*until, 21, 22, 40, 41]
     assert replace_prefix_tokens(Words(), model, until, conversation_ids) == [*model, 21, 22, 40, 41]
@@ -93,7 +93,7 @@ def test_the_examples_of_the_seed() -> None:
         replace_prefix_tokens(Words(), [11, 12, 2], [11, 12, 2], [11])
 
 
-def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prefixes_are_not_replaced_without_an_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
     class Endless(Words):
         eos_token_id = None  # type: ignore[assignment]
 
@@ -114,7 +114,7 @@ def test_without_an_end_there_is_no_splice(tokenizer: PreTrainedTokenizerFast) -
     assert history.retemplated == 1
 
 
-def test_text_after_the_end_is_the_templates(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_text_after_the_end_of_an_answer_is_the_templates(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = rendered(tokenizer, SIGNED, talk("q0"), True)
     ids = [*prompt, *tokenizer("so")["input_ids"], tokenizer.eos_token_id]
     result = spliced(tokenizer, SIGNED, ids, talk("q0", "so", "q1"))
@@ -188,7 +188,7 @@ def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizer
     assert tokenizer.decode(result[len(ids) :]) == "\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_tool_call_written_otherwise(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_ids_of_a_tool_call_in_other_spelling_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     """Whitespace, key order and escapes of a call's JSON are the template's when it is rendered; the ids are kept."""
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": "é"}}, "type": "function", "id": "x"}
     messages: list[dict[str, Any]] = [*talk("q0"), {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -230,7 +230,7 @@ def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[
     assert history.retemplated == 0
 
 
-def test_a_conversation_renders_twice_a_turn_however_long(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_conversation_is_rendered_twice_a_turn_at_any_length(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:
         calls = 0
         eos_token_id, chat_template = tokenizer.eos_token_id, tokenizer.chat_template
@@ -272,7 +272,7 @@ def test_answers_are_recognised_however_a_client_writes_them(tokenizer: PreTrain
     assert history.known_prefix([*talk("q1"), {"role": "assistant", "tool_calls": [call]}]) is None
 
 
-def test_where_ids_cannot_be_kept_the_templates_are_taken(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_conversations_are_templated_again_where_ids_cannot_be_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     endless = make_tokenizer()
     endless.chat_template = NO_ENDS
     history = ChatHistory(endless)

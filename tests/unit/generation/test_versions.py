@@ -53,7 +53,7 @@ def test_the_newest_version_is_the_trajectory_s() -> None:
     assert Trajectory(0, 0, [5], weight_version=2).versions == [(2, 0)]
 
 
-def test_a_trajectory_is_told_the_versions_of_the_answers_in_it() -> None:
+def test_a_trajectory_has_the_versions_of_its_answers() -> None:
     """A turn at versions 3 and 4, a tool's reply, a turn at 4 and 6; answers of other conversations do not count."""
     done = Trajectory(0, 0, [1, 2], [7, 8, 9, 50, 51, 10, 11], [1, 1, 1, 0, 0, 1, 1], [0.0] * 7, weight_version=3)
     first = Generation([7, 8, 9], [0.0] * 3, prompt_ids=[1, 2], versions=[(3, 0), (4, 2)])

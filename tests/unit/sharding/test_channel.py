@@ -72,7 +72,7 @@ def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: 
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_worker_that_answers_nonsense_fails_its_rank_alone(tmp_path: Path, garbage: bytes) -> None:
+def test_a_worker_with_an_invalid_answer_fails_only_its_rank(tmp_path: Path, garbage: bytes) -> None:
     """The rank notes it, and goes on with the others' collectives."""
     listener = Listener(tmp_path, "weights-0")
     worker = raw_socket(listener.endpoint)
@@ -103,9 +103,7 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_what_is_too_large_is_refused_by_its_sender_and_never_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_that_is_too_large_is_refused_by_its_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 1000)
     listener = Listener(tmp_path, "weights-0")
     worker = connect(listener.endpoint, listener.secret, "cpu:0", pid=1)
@@ -137,7 +135,7 @@ def test_a_stray_beside_the_worker_is_not_heard(tmp_path: Path) -> None:
         channel.close()
 
 
-def test_a_stray_that_came_first_and_says_nothing_is_not_in_the_way(tmp_path: Path) -> None:
+def test_a_silent_stray_that_connects_first_does_not_block_the_worker(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     stray = Channel(raw_socket(listener.endpoint))
     with pytest.raises(TimeoutError):
@@ -155,7 +153,7 @@ def test_a_stray_that_came_first_and_says_nothing_is_not_in_the_way(tmp_path: Pa
         channel.close()
 
 
-def test_what_is_sent_to_a_worker_that_has_gone_is_an_error(tmp_path: Path) -> None:
+def test_sending_to_a_worker_that_has_gone_raises(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     with pytest.raises(SyncError, match="nobody is connected to send 'begin' to"):
         listener.send("begin")

@@ -67,7 +67,7 @@ def test_elements_on_meta_count_as_zeros() -> None:
     assert not sum_up([parts[1]], weight.dtype).any() and not sum_up([], weight.dtype).any()
 
 
-def test_every_single_bit_every_exchange_and_every_shift_changes_it() -> None:
+def test_every_flipped_bit_exchange_and_shift_changes_the_digest() -> None:
     weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
     weight[1, 1] = -weight[0, 0]  # of which one could be taken for the other by all bits but the last
     before = digest_of([weight], None)
@@ -86,7 +86,7 @@ def test_every_single_bit_every_exchange_and_every_shift_changes_it() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3 * 2**15 - 1), st.integers(0, 31)), min_size=1, max_size=3, unique=True))
-def test_up_to_three_wrong_bits_change_it_wherever_they_are(wrong: list[tuple[int, int]]) -> None:
+def test_up_to_three_wrong_bits_anywhere_change_the_digest(wrong: list[tuple[int, int]]) -> None:
     weight = torch.zeros(3 * 2**15)  # three pages
     for element, bit in wrong:
         weight.view(torch.int32)[element] ^= torch.tensor(1 << bit).to(torch.int32)
@@ -175,7 +175,7 @@ def test_weights_that_threads_share_have_the_digests_that_they_have_one_by_one()
     assert digests_of(weights, 7) == {name: digest_of(tensors, 7) for name, tensors in weights.items()}
 
 
-def test_a_fork_has_threads_of_its_own() -> None:
+def test_a_forked_process_has_its_own_threads() -> None:
     weights = {str(n): [torch.randn(600, 500)] for n in range(4)}
     expected = digests_of(weights, None)
 

@@ -61,7 +61,7 @@ def whole_stretch(piece: Piece) -> Stretch:
     return Stretch(piece.name, piece.dtype, 0, math.prod(piece.shape), piece.offset)
 
 
-def test_what_has_to_be_whole_is_not_cut() -> None:
+def test_weights_that_must_stay_whole_are_not_cut() -> None:
     pieces = (Piece("a", "uint8", (3000,), 0), Piece("b", "uint8", (3000,), 3000))
     for uncut_names, capacity in ((("b",), 6144), (("c",), 1024), (None, 6144)):
         assert BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, uncut_names).capacity == capacity
@@ -80,7 +80,7 @@ VIEWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, ma
 
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(0, 9), st.integers(0, 60), st.integers(1, 60))
-def test_a_copy_is_cut_to_what_counting_elements_says(
+def test_a_copy_is_cut_into_the_ranges_that_counting_elements_gives(
     dimensions: list[tuple[int, int]], offset: int, first: int, count: int
 ) -> None:
     """Any strides, also such that rows overlap; against all elements of the view, one by one."""
@@ -140,7 +140,7 @@ def test_after_the_first_update_staging_is_bounded_and_workers_find_their_slices
     manager.close()
 
 
-def test_what_only_a_loader_understands_comes_whole(tmp_path: Path) -> None:
+def test_weights_that_only_a_loader_understands_are_sent_whole(tmp_path: Path) -> None:
     both, weights = started(tmp_path, times=60, bucket_bytes=512)
     both.sync(2)
     assert both.manager.report.staging_bytes == 2 * 1024, "the 720 bytes of `scaled`, everything else in parts"

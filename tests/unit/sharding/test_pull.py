@@ -183,9 +183,7 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -
         yield
 
 
-def test_an_optimizer_that_steps_while_shards_are_read_is_found_out(
-    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_step_while_shards_are_read_is_detected(pulled: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
     complaint = "what this worker maps of rank 0's shards changed while they were read"
     with while_reading(monkeypatch, pulled.optimizer.step), pytest.raises(RemoteError, match=complaint):
         pulled.sync(3)
@@ -229,7 +227,7 @@ def test_shards_whose_memory_was_given_back_are_named(tmp_path: Path) -> None:
     both.manager.close()
 
 
-def test_what_lies_behind_the_end_of_a_shard_is_not_read(pulled: Pulled) -> None:
+def test_memory_behind_the_end_of_a_shard_is_not_read(pulled: Pulled) -> None:
     place = pulled.way._parts["columns"][0]
     place[-1] += 64
     with pytest.raises(RemoteError, match="elements 0 to 40 of columns lie behind the end of a rank's shard"):

@@ -16,7 +16,7 @@ COUNTS = range(1, 10)
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("length", [1, 1000])
-def test_every_rank_comes_to_what_all_have_in_rank_order(count: int, length: int) -> None:
+def test_every_rank_gets_the_reduction_of_all_in_rank_order(count: int, length: int) -> None:
     def together() -> Any:
         return allreduce_objects([f"{rank()}" * length], operator.add)
 
@@ -42,7 +42,7 @@ def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
             assert on_ranks(count, told) == ["gone"] * count
 
 
-def test_what_fails_on_a_gpu_is_told_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_a_gpu_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     message = r"phase sending weights failed on rank 0: OutOfMemoryError on cuda:1: CUDA out of memory"

@@ -70,7 +70,7 @@ def record(model: nn.Module, sent: list[tuple[str, Tensor]], complete: bool = Fa
     return recording
 
 
-def test_a_replay_leaves_what_the_loaders_would() -> None:
+def test_a_replay_leaves_the_same_weights_as_the_loaders() -> None:
     """New weights elsewhere in memory, parameters forgotten: as after a sleep."""
     model, twin = Fused(), Fused()
     recording = record(model, weights(0))
@@ -110,7 +110,7 @@ def test_parameters_that_are_not_written_once_are_left_to_their_loaders() -> Non
     assert record(Overlapping(), sent).unreplayable.keys() == {"a", "b"}
 
 
-def test_a_recording_fits_only_the_memory_and_the_weights_it_is_of() -> None:
+def test_a_recording_fits_only_its_own_memory_and_weights() -> None:
     model = Fused()
     recording = record(model, weights(0))
     assert recording.fits(model, MANIFEST)
@@ -131,7 +131,7 @@ def test_a_recording_keeps_no_staging_memory_alive() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1, -1, 4])
-def test_a_wrong_offset_is_not_what_the_loaders_make_of_it(wrong: int) -> None:
+def test_a_recording_with_a_wrong_offset_differs_from_the_loaders(wrong: int) -> None:
     """Found by comparing, as a verified sync does it: by the loaders, which know nothing of the recording."""
     import dataclasses
 
@@ -149,7 +149,7 @@ def test_a_wrong_offset_is_not_what_the_loaders_make_of_it(wrong: int) -> None:
     assert watcher.different == {"k", "scaled", "narrow"}  # the latter two were not sent a second time
 
 
-def test_memory_that_was_a_weights_and_holds_something_else_is_not_the_weight() -> None:
+def test_memory_that_no_longer_holds_a_weight_is_not_taken_for_it() -> None:
     """Copies of weights are given back once they are loaded, and a later loader's results may lie where they lay."""
     watcher = LoadWatcher()
     memory = torch.zeros(8)
@@ -171,7 +171,7 @@ VIEWS = st.lists(
 
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(1, 24))
-def test_coverage_is_what_counting_elements_says(views: list, elements: int) -> None:
+def test_coverage_equals_a_count_of_elements(views: list, elements: int) -> None:
     """Against a loop over every index of every view."""
     flat: list[View] = [(o, tuple(n for n, _ in dims), tuple(s for _, s in dims)) for o, dims in views]
     seen = [

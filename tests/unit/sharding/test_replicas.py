@@ -127,7 +127,7 @@ def updates(leader: Leader, count: int) -> list[Future[Any]]:
 
 
 @pytest.mark.parametrize("call", ["init_collective", RECEIVE])
-def test_an_update_begins_again_with_those_that_are_left_and_those_that_have_started(
+def test_an_update_starts_again_with_the_engines_left_and_those_newly_started(
     leader: Leader, engine: ReplicatedEngine, call: str
 ) -> None:
     FakeReplica.dying = {"engine 0": call}
@@ -140,7 +140,7 @@ def test_an_update_begins_again_with_those_that_are_left_and_those_that_have_sta
     assert engine.state.version == 1
 
 
-def test_what_is_no_death_is_an_error_on_both_ranks(leader: Leader) -> None:
+def test_an_error_of_a_living_worker_is_raised_on_both_ranks(leader: Leader) -> None:
     FakeReplica.wrong = {"engine 1": RECEIVE}
     train, generate = updates(leader, 1)
     assert isinstance(train.exception(), RemoteError)

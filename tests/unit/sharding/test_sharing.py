@@ -53,7 +53,7 @@ def shared() -> tuple[SmallModel, SharedWeights, dict[str, Tensor]]:
     return model, SharedWeights(model, loader.recording, CPU), before
 
 
-def test_what_the_trainer_writes_is_in_the_model_and_nothing_else_changes(
+def test_weights_that_the_trainer_writes_are_in_the_model_and_no_others_change(
     shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
 ) -> None:
     model, weights, before = shared

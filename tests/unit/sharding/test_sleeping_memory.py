@@ -211,7 +211,7 @@ def shifts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shifts.manager.close()
 
 
-def test_nothing_of_what_sleep_has_dropped_is_used_in_any_shift(shifts: Shifts) -> None:
+def test_no_shift_uses_memory_that_sleep_has_dropped(shifts: Shifts) -> None:
     real_sync = shifts.manager._sync
 
     def sync() -> None:
@@ -292,7 +292,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (no_cache, RuntimeError, "an illegal memory access: .* of kv_cache, which are asleep"),
     ],
 )
-def test_this_fake_sees_what_it_is_for(
+def test_the_fake_allocator_notices_use_of_sleeping_memory(
     shifts: Shifts,
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[pytest.MonkeyPatch], None],

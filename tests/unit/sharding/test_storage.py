@@ -68,7 +68,7 @@ def assert_equal(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_what_is_read_is_what_was_written_every_tensor_of_it(tmp_path: Path) -> None:
+def test_every_tensor_read_from_storage_equals_the_one_written(tmp_path: Path) -> None:
     for version in range(4):
         writer(tmp_path, weights(version)).write(version)
         found_version, loaded = read(tmp_path)
@@ -78,9 +78,7 @@ def test_what_is_read_is_what_was_written_every_tensor_of_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_as_many_buckets_are_read_at_a_time_as_threads_are_asked_for(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_thread_reads_one_bucket_at_a_time(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many reads are under way when none of them ends, and in the end every tensor is what was written."""
     tensors = {f"weight {n}": torch.full((512,), float(n)) for n in range(12)}  # in six buckets
     writer(tmp_path, tensors).write(3)
@@ -137,7 +135,7 @@ def test_a_writer_waits_for_the_readers_of_the_slot_it_is_to_write(tmp_path: Pat
     assert_equal(read(tmp_path)[1], weights(2))
 
 
-def test_a_reader_of_a_moment_ago_gets_the_update_that_overtook_it(tmp_path: Path) -> None:
+def test_a_reader_that_was_overtaken_gets_the_newer_update(tmp_path: Path) -> None:
     """Two updates are completed between a reader's look at the manifest and its lock on the slot."""
     writer(tmp_path, weights(0)).write(0)
     with (tmp_path / "slot-0").open("rb+") as held:
@@ -235,7 +233,7 @@ def test_two_weights_of_one_name_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoints_manifest_leaves_out_what_is_tied(tmp_path: Path, tied: bool) -> None:
+def test_a_checkpoints_manifest_leaves_out_tied_weights(tmp_path: Path, tied: bool) -> None:
     save_file({"embed": torch.zeros(4, 2, dtype=torch.bfloat16)}, tmp_path / "model-1.safetensors")
     save_file({"lm_head.weight": torch.zeros(4, 2)}, tmp_path / "model-2.safetensors")
     expected = {"embed": [[4, 2], "float32"]} | ({} if tied else {"lm_head.weight": [[4, 2], "float32"]})
@@ -247,7 +245,7 @@ def test_a_checkpoints_manifest_leaves_out_what_is_tied(tmp_path: Path, tied: bo
 
 @settings(max_examples=30)
 @given(st.permutations(["embed", "norm", "up", "bias", "down"]), st.integers(512, 9000))
-def test_a_stream_in_any_order_is_what_is_sent(order: list[str], bucket_bytes: int) -> None:
+def test_a_stream_in_any_order_sends_the_same_weights(order: list[str], bucket_bytes: int) -> None:
     tensors = weights(5)
     info = {name: [list(tensor.shape), "bfloat16"] for name, tensor in tensors.items()}
     source = StreamSource(info, ((name, tensors[name]) for name in order))

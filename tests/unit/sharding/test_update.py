@@ -63,14 +63,14 @@ def test_a_way_without_a_transfer_of_its_own_gets_every_bucket() -> None:
     assert report.nbytes == 5 * 512 and report.staging_bytes == 2 * 512 and report.verified == ""
 
 
-def test_a_way_brings_weights_by_itself_where_it_says_so() -> None:
+def test_a_way_with_a_transfer_of_its_own_uses_it() -> None:
     way = OwnWay()
     way.transfer = lambda update: way.events.append(f"{len(update.parameters)} weights")  # type: ignore[attr-defined]
     started(way).run(SyncReport(7), Workers())
     assert way.events == ["5 weights", "finish"]
 
 
-def test_an_update_that_breaks_off_is_aborted_once_and_the_way_is_told_why() -> None:
+def test_an_interrupted_update_is_aborted_once_with_its_reason() -> None:
     way = OwnWay()
     updates = started(way)
     way.send = lambda *_: (_ for _ in ()).throw(OSError("no way out"))  # type: ignore[method-assign]

@@ -120,7 +120,9 @@ def test_a_wrong_byte_is_found_and_named_and_the_next_sync_repairs_it(
 
 
 @pytest.mark.parametrize("flip", [in_a_recorded_offset, in_what_a_rank_contributes])
-def test_samples_find_it_in_the_end(tmp_path: Path, flip: Callable[[InProcess, pytest.MonkeyPatch], str]) -> None:
+def test_sampled_verification_finds_a_wrong_byte_in_the_end(
+    tmp_path: Path, flip: Callable[[InProcess, pytest.MonkeyPatch], str]
+) -> None:
     both, _ = started(tmp_path, verify="sample")
     with pytest.MonkeyPatch.context() as patch:
         name = flip(both, patch)
@@ -130,7 +132,7 @@ def test_samples_find_it_in_the_end(tmp_path: Path, flip: Callable[[InProcess, p
     both.manager.close()
 
 
-def test_a_recorded_update_sends_nothing_twice_but_what_loaders_compute(tmp_path: Path) -> None:
+def test_a_recorded_update_sends_again_only_weights_that_loaders_compute(tmp_path: Path) -> None:
     both, _ = started(tmp_path)
     sent = {"a": 12 * 6, "b": 8 * 6, "columns": 5 * 8, "norm": 7, "scaled": 3}
     once = sum(4 * n + (-4 * n) % 512 for n in sent.values())
@@ -144,7 +146,7 @@ def test_a_recorded_update_sends_nothing_twice_but_what_loaders_compute(tmp_path
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("flip", [None, in_staging, in_a_recorded_offset, in_a_recorded_target])
-def test_of_a_weight_a_tensor_parallel_worker_is_asked_for_its_part(
+def test_a_tensor_parallel_worker_is_asked_for_its_part_of_a_weight(
     tmp_path: Path, rank: int, flip: Callable[[InProcess, pytest.MonkeyPatch], str] | None
 ) -> None:
     both, source = started(tmp_path, rank, 2)
@@ -198,7 +200,7 @@ class Leaving(SmallModel):
     ],
 )
 @pytest.mark.parametrize("pulls", [False, True])
-def test_what_an_engine_leaves_out_of_its_checkpoint_is_left_out(
+def test_weights_that_an_engine_does_not_load_are_reported_as_left_out(
     tmp_path: Path, left: str, checkpoint: dict[str, tuple[int, ...]], error: str, pulls: bool
 ) -> None:
     weights = small_weights(0) | ({"last": torch.randn(2, 3)} if left == "last" else {})

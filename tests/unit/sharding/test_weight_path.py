@@ -51,7 +51,7 @@ def test_a_bucket_smaller_than_its_alignment_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_sent_equals_the_master_cast_once(dtype: torch.dtype) -> None:
+def test_weights_sent_equal_the_master_cast_once(dtype: torch.dtype) -> None:
     tensors = {"a": torch.randn(7, 3), "b": torch.randn(5), "c": torch.randn(2, 2, 2)}
     source = FsdpWeightSource(list(tensors.items()), dtype)
     described = {p.name: p for p in source.parameters()}
@@ -155,7 +155,7 @@ def test_waiting_for_a_worker_has_a_deadline_and_notices_its_death(tmp_path: Pat
     listener.close()
 
 
-def test_telling_a_worker_that_has_gone_is_an_error_not_a_wait(tmp_path: Path) -> None:
+def test_sending_to_a_worker_that_has_gone_fails_without_waiting(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
     worker = subprocess.Popen([sys.executable, "-c", HELLO, listener.endpoint, listener.secret], cwd=ROOT)
     listener.accept(30, "cpu:0")

@@ -7,7 +7,7 @@ import torch
 from sharding.wire.staging import resident_bytes, return_free_pages
 
 
-def test_what_malloc_keeps_of_freed_memory_is_given_back() -> None:
+def test_freed_memory_that_malloc_keeps_is_returned_to_the_system() -> None:
     kept = [torch.ones(6000) for _ in range(20_000)]  # 24 KB each: far below where malloc maps memory of its own
     kept = kept[::1000]  # and some in between that stay
     gc.collect()

@@ -118,7 +118,7 @@ def test_messages_may_be_in_the_prompt_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("switched_off", [True, False])
-def test_without_a_template_a_prompt_is_tokenised_as_it_stands(tmp_path: Path, switched_off: bool) -> None:
+def test_a_prompt_is_tokenised_as_it_stands_without_a_chat_template(tmp_path: Path, switched_off: bool) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "answer": "2"})
     tokenizer = small_tokenizer() if switched_off else small_tokenizer(chat_template=None)
     config = DataConfig(path=path, apply_chat_template=not switched_off)
@@ -215,9 +215,7 @@ def test_an_answer_may_be_a_field_of_a_column(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": 1}', {"split": "train[5:]"}, "corresponds to no data"),
     ],
 )
-def test_data_that_cannot_be_used_is_the_users_to_mend(
-    tmp_path: Path, content: str, settings: dict, reason: str
-) -> None:
+def test_unusable_data_is_a_users_error(tmp_path: Path, content: str, settings: dict, reason: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match=reason) as caught:

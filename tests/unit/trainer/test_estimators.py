@@ -55,7 +55,7 @@ def test_random_votes_equal_the_mean_over_all_subsets() -> None:
         assert majority_at_k(votes, right, k) == pytest.approx(voted, abs=1e-12)
 
 
-def test_of_one_answer_both_are_the_share_of_right_ones() -> None:
+def test_pass_at_1_and_majority_at_1_are_the_share_of_right_answers() -> None:
     assert pass_at_k(8, 3, 1) == 3 / 8
     assert majority_at_k(["1", "2", "1", "3"], [True, False, True, False], 1) == pytest.approx(0.5)
 

@@ -75,7 +75,7 @@ def test_figures_of_a_dataset_by_hand() -> None:
     )
 
 
-def test_checks_that_failed_are_no_wrong_answers_in_silence() -> None:
+def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
     late = {"reward_error": "match took longer", "metrics": {"reward/errors/match/timeout": 1.0}}
     failed = answer(1, 0, "x", 0.0, error="reward: match took longer", **late)
     answers = as_answers([answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)])
@@ -120,7 +120,7 @@ def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.Capture
     assert re.search(r"questions\s+│\s+1 │\s+2 │\s+0.500 ± 0.000", capsys.readouterr().out)
 
 
-def test_what_is_right_is_the_recipes_to_say() -> None:
+def test_the_recipe_defines_which_answers_are_right() -> None:
     answers = as_answers(ANSWERS)
     assert dataset_figures(answers, "match", EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
     # Without reward functions it is the environment's reward that tells.
@@ -174,7 +174,7 @@ class Careful:
         ("FILE:Careful", {"x=3": "3", "none": None, "no sign": None}),  # the last one raises
     ],
 )
-def test_what_is_voted_on_is_what_the_first_function_compares(
+def test_votes_are_on_the_values_that_the_first_reward_function_compares(
     tmp_path: Path, name: str, votes: dict[str, str | None]
 ) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
@@ -216,7 +216,7 @@ def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
         ),
     ],
 )
-def test_what_evaluation_cannot_do_is_said_before_it_starts(sections: dict[str, Any], sentence: str) -> None:
+def test_impossible_evaluations_are_refused_before_they_start(sections: dict[str, Any], sentence: str) -> None:
     checked = config(**sections, reward={"functions": [{"name": "exact_match"}]})
     (problem,) = [*_check_evaluation(checked), *_check_lengths(checked)]
     assert sentence in problem

@@ -60,7 +60,7 @@ def test_frozen_matrices_have_no_gradients_of_their_own(tiny_qwen2_untied: Path)
     )
 
 
-def test_a_sequence_is_worth_what_it_computes_in_tokens_without_attention(tiny_qwen2: Path) -> None:
+def test_a_sequences_cost_is_its_compute_in_tokens_without_attention(tiny_qwen2: Path) -> None:
     flops = model_flops(AutoModelForCausalLM.from_pretrained(tiny_qwen2))
     alone = flops.forward(1, 0, 0)
     for length in (1, 100, 5000):

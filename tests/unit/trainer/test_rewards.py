@@ -131,7 +131,7 @@ def test_good_rewards_are_weighted_and_summed(pool: RewardPool) -> None:
     assert (wrong.reward, wrong.parts) == (1.0, {"rogue": 0.5, "exact_match": 0.0})
 
 
-def test_a_bad_reward_costs_only_its_own_answer(pool: RewardPool) -> None:
+def test_a_bad_reward_fails_only_its_own_answer(pool: RewardPool) -> None:
     pool.take_counts()
     before = len(psutil.Process().children())
     all_bad = BAD | UNUSABLE
@@ -219,7 +219,7 @@ def test_half_a_message_is_waited_for_no_longer_than_a_whole_one(tmp_path: Path)
     assert (late.failures, good.reward) == ({"hostile": "timeout"}, 2.0)
 
 
-def test_what_a_function_started_ends_with_its_worker_wherever_it_has_gone(tmp_path: Path) -> None:
+def test_processes_that_a_reward_function_started_end_with_its_worker(tmp_path: Path) -> None:
     """In a session of its own, without a parent: when the call is late, and when the pool closes."""
     (tmp_path / "starts.py").write_text(
         "import subprocess, time\n"
@@ -429,7 +429,7 @@ def test_format_regex_matches_the_whole_completion() -> None:
 
 
 @pytest.mark.parametrize("function", [exact_match, numeric_match, math_verify])
-def test_an_answer_that_is_missing_is_an_error_and_no_zero(function) -> None:
+def test_a_missing_answer_is_an_error_and_not_a_reward_of_zero(function) -> None:
     with pytest.raises(ValueError, match="no answer"):
         function("1", answer=None)
 

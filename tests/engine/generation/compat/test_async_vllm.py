@@ -81,7 +81,7 @@ def gap(policy: HfPolicy, output: Any) -> float:
     return max(abs(a - b) for a, b in zip(expected, sampled_logprobs, strict=True))
 
 
-def test_a_list_gives_a_list_and_a_single_prompt_a_single_output(service: AsyncVLLM) -> None:
+def test_a_list_of_prompts_gives_a_list_of_outputs_and_a_single_prompt_one_output(service: AsyncVLLM) -> None:
     one = service.generate([5, 6, 7], GREEDY)
     assert list(one.prompt_token_ids) == [5, 6, 7]
     assert one.finished

@@ -223,7 +223,7 @@ def test_a_configuration_becomes_settings() -> None:
         ({"vllm_kwargs": {}}, r"load_format is 'dummy': .*worker_extension_cls sharding\.WORKER_EXTENSION"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_one_sentence(change: dict, message: str) -> None:
+def test_an_impossible_configuration_is_one_sentence(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config({**CONFIG, **change})
 
@@ -312,7 +312,7 @@ def test_a_samples_stop_strings_stand_beside_the_configurations() -> None:
     assert worker._sampling([], greedy=True) == replace(sampling_settings(config), temperature=0.0)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_generate_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_without_a_checkpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = VllmAsyncGenerationWorker(CONFIG)
 
     async def devices() -> list[str]:

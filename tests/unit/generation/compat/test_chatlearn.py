@@ -121,7 +121,7 @@ def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where:
         ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),
     ],
 )
-def test_what_has_no_meaning_is_refused_with_a_remedy(args: dict[str, Any], sentence: str) -> None:
+def test_meaningless_hyper_parameters_are_refused_with_a_remedy(args: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_settings(SIZES | args)
 
@@ -265,7 +265,7 @@ class Old(VLLMModule):
         )
 
 
-def test_what_the_scheduler_handed_out_is_refused_with_a_remedy() -> None:
+def test_scheduler_arguments_of_old_vllm_are_refused_with_a_remedy() -> None:
     remedy = r"return self\.execute_step\(data\) from forward_step"
     made = Old(SIZES, FakeLLM())
     row = made.build_dataset(["hello"])[0]

@@ -75,7 +75,7 @@ def at(balancer: LoadBalancer, index: int) -> str:
         ((engines(0), None, 8, 0.0), "overload_threshold above 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_arguments_of_the_load_balancer_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         LoadBalancer(*arguments)
     assert message in str(caught.value)
@@ -98,7 +98,7 @@ def test_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> None
         balancer.select_actor()
 
 
-def test_the_last_resort_is_random_and_repeatable(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_strategy_is_random_and_repeatable(caplog: pytest.LogCaptureFixture) -> None:
     def draws(seed: int) -> list[int]:
         balancer = LoadBalancer([Broken()] * 4, ["prefix-aware", "requests"], seed=seed)
         return [balancer.select_actor() for _ in range(30)]
@@ -170,7 +170,7 @@ def test_the_same_engine_in_every_process() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", [], {}, {"prompt_embeds": 1}, 3.5, [1, "a"], {"prompt": " "}])
-def test_nothing_to_go_by_leaves_it_to_the_next_strategy(prompt: Any) -> None:
+def test_a_prompt_without_a_routing_key_is_left_to_the_next_strategy(prompt: Any) -> None:
     assert chosen(LoadBalancer(engines(1, 1, 0)), prompt) == {2}
     with pytest.raises(ValueError):
         routing_key(prompt, 8)
@@ -220,7 +220,7 @@ def test_an_overloaded_engine_loses_its_prefix(pending: tuple[int, ...], overloa
 
 
 @pytest.mark.parametrize("pending", [(1, 0), (3, 0), (2, 0, 0, 0)])
-def test_a_few_requests_are_no_overload(pending: tuple[int, ...]) -> None:
+def test_a_few_requests_are_not_an_overload(pending: tuple[int, ...]) -> None:
     balancer = LoadBalancer(engines(*pending))
     assert chosen(balancer, at(balancer, 0)) == {0}
     strict = LoadBalancer(engines(*pending), overload_floor=0)
@@ -267,7 +267,7 @@ def test_an_engine_is_asked_once_a_choice() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, "requests"])
-def test_a_burst_is_routed_on_what_was_just_submitted(strategy: str | None) -> None:
+def test_a_burst_is_routed_by_the_requests_just_submitted(strategy: str | None) -> None:
     """64 requests with one prompt before any of them finishes: no engine gets more than its overload allows."""
     loads = [EngineLoad() for _ in range(4)]
     balancer = LoadBalancer(loads, strategy)

@@ -106,7 +106,7 @@ def test_every_key_of_colocation_has_an_effect_or_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ON_THE_PAGE))
-def test_what_has_no_effect_has_its_row_on_the_page(name: str) -> None:
+def test_arguments_without_effect_are_listed_on_the_page(name: str) -> None:
     assert name in VllmSpecificArgs.__annotations__ or name in GenerationDatumSpec.__annotations__
     assert f"`{name}`" in PAGE
 
@@ -184,7 +184,7 @@ def test_every_argument_reaches_the_workers(name: str) -> None:
     assert heard_of(getattr(generation, name), recorder.heard) == {}
 
 
-def test_constructors_take_what_is_shown_to_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constructors_take_the_documented_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` bounds every wait: here that for an engine which does not start."""
     expected = ["self", "config", "bundle_indices", "fraction_of_gpus", "seed"]
     assert parameters_of(VllmAsyncGenerationWorker.__init__) == expected

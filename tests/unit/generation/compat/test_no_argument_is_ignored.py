@@ -61,7 +61,7 @@ def test_every_hyper_parameter_has_another_value_here() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
-def test_a_hyper_parameter_applies_alone_or_is_refused(name: str) -> None:
+def test_a_hyper_parameter_changes_the_settings_or_is_refused(name: str) -> None:
     args = SIZES | {name: OTHER[name]}
     if not refusal(lambda: read_settings(args), name):
         assert read_settings(args) != read_settings(SIZES)
@@ -178,7 +178,7 @@ class RecordingModule(VLLMModule):
         return self.decoded
 
 
-def test_what_a_module_decodes_is_the_text_of_each_answer() -> None:
+def test_texts_that_a_module_decodes_are_those_of_the_answers() -> None:
     made, llm = RecordingModule(SIZES | {"n": 3}), FakeLLM()
     made.decoded = {"str_outputs": ["one", "two"]}
     assert [prompt.decoded for prompt in in_training(made, llm)] == ["one", "two"]

@@ -38,7 +38,7 @@ def test_right_padded_batches_pass(ids: list[list[int]], lengths: list[int], pad
         ([[1, 2]], [1, 2], "input_ids has 1 rows, input_lengths has 2 entries"),
     ],
 )
-def test_what_is_wrong_is_told_or_raised(ids: list[list[int]], lengths: list[int], message: str) -> None:
+def test_padding_errors_are_returned_or_raised(ids: list[list[int]], lengths: list[int], message: str) -> None:
     ok, error = verify_right_padding(batch(ids, lengths), pad_value=0, raise_error=False)
     assert not ok
     assert message in str(error)
@@ -81,7 +81,7 @@ def test_shapes_and_types_are_named(key: str, value: object) -> None:
     assert str(verify_right_padding(data)[1]).startswith(f"{key} must be a tensor of integers with")
 
 
-def test_no_batch_and_no_pad_value_are_errors_either_way() -> None:
+def test_a_missing_batch_or_pad_value_is_an_error_in_both_modes() -> None:
     with pytest.raises(TypeError, match="must be a BatchedDataDict, not dict"):
         verify_right_padding({"input_ids": torch.ones(1, 1)}, raise_error=False)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pad_value"):

@@ -48,7 +48,7 @@ def settings(**changes: Any) -> EngineSettings:
     return EngineSettings(**({"model": "m", "max_model_len": 64} | changes))
 
 
-def test_without_vllm_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_entry_point_reports_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     calls: list[Callable[[], Any]] = [
         lambda: AsyncVLLM(settings()),
@@ -86,7 +86,7 @@ def test_the_time_to_start_is_a_number(text: str | None, seconds: float, monkeyp
 
 
 @pytest.mark.parametrize("text", ["ten minutes", "", "-1", "0", "nan", "inf"])
-def test_a_time_that_is_none_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_start_timeout_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", text)
     with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds"):
         start_timeout()
@@ -130,7 +130,7 @@ def test_all_forms_of_input_are_understood(
         ([{"text": "a"}], None, "prompt 0 is a dictionary without any of prompt_token_ids, prompt,"),
     ],
 )
-def test_what_is_no_prompt_is_named(prompts: Any, ids: Any, message: str) -> None:
+def test_an_invalid_prompt_is_named(prompts: Any, ids: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         prompt_dictionaries(prompts, ids)
     assert message in str(caught.value)
@@ -213,7 +213,7 @@ def test_prefix_caching_is_on_unless_switched_off() -> None:
     assert engine_arguments(off)["enable_prefix_caching"] is False
 
 
-def test_what_make_async_vllm_engine_starts() -> None:
+def test_make_async_vllm_engine_starts_engines_with_its_arguments() -> None:
     made = resolve("m", 2, True, True, max_model_len=64, kv_cache_memory_bytes=7, block_size=16, dtype="bfloat16")
     assert (made.model, made.tensor_parallel_size, made.enforce_eager, made.fp32_head) == ("m", 2, False, True)
     assert (made.kv_cache_bytes, made.dtype, made.extra) == (7, "bfloat16", {"block_size": 16})
@@ -230,7 +230,7 @@ def test_what_make_async_vllm_engine_starts() -> None:
         resolve("m", max_model_len=64, distributed_executor_backend="ray")
 
 
-def test_compile_is_no_unknown_compilation_config() -> None:
+def test_the_compile_argument_is_not_passed_on_as_a_compilation_config() -> None:
     assert resolve("m", compile=False, max_model_len=64).enforce_eager
     assert "compilation_config" not in resolve("m", compile=True, max_model_len=64).extra
     engine_settings = resolve("m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True)
@@ -238,7 +238,7 @@ def test_compile_is_no_unknown_compilation_config() -> None:
     assert engine_settings.extra == {"compilation_config": {"level": 0}}
 
 
-def test_an_unsaid_context_length_is_the_models(tmp_path: Path) -> None:
+def test_the_default_context_length_is_the_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 77}))
     assert resolve(str(tmp_path)).max_model_len == 77
 
@@ -327,7 +327,7 @@ def test_arguments_that_vllm_has_no_more_are_refused() -> None:
         service.generate("a", max_tokens=3)
 
 
-def test_an_update_runs_alone_and_nobody_is_lost() -> None:
+def test_an_update_runs_alone_and_no_request_is_lost() -> None:
     async def scene() -> list[str]:
         gate, events = UpdateGate(), []
 
@@ -468,7 +468,7 @@ def test_a_cluster_of_its_own_ends_with_a_service_that_cannot_start(monkeypatch:
     assert ends == [6]
 
 
-def test_a_tied_head_may_come_if_it_is_the_embedding() -> None:
+def test_a_tied_head_is_accepted_if_it_equals_the_embedding() -> None:
     names, one, other = ["model.embed_tokens.weight", "a"], torch.ones(2, 2), torch.zeros(2, 2)
     weights = {"model.embed_tokens.weight": one, "lm_head.weight": one.clone(), "a": other}
     for order in itertools.permutations(weights):
@@ -482,7 +482,7 @@ def test_a_tied_head_may_come_if_it_is_the_embedding() -> None:
 
 
 @pytest.mark.parametrize("base_is_imported", [True, False])
-def test_where_torchrl_is_imported_a_service_is_one_of_its_engines(
+def test_a_service_is_an_engine_of_torchrl_where_torchrl_is_imported(
     monkeypatch: pytest.MonkeyPatch, base_is_imported: bool
 ) -> None:
     """As its clients ask: the real ones do in tests/engine."""

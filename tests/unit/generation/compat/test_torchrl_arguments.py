@@ -203,7 +203,7 @@ def test_every_argument_has_its_line_here(call: Callable[..., Any]) -> None:
     [(call, name) for call, names in CHANGED.items() for name in names],
     ids=lambda part: getattr(part, "__qualname__", part),
 )
-def test_an_argument_changes_what_is_done(call: Callable[..., Any], name: str) -> None:
+def test_each_argument_changes_the_result_of_its_call(call: Callable[..., Any], name: str) -> None:
     plain, changed = CHANGED[call][name]
     assert plain() == plain() != changed()
 
@@ -221,7 +221,7 @@ def test_other_arguments_have_a_test_or_a_row(call: Callable[..., Any], name: st
         assert f"def {where}(" in TESTS
 
 
-def test_what_has_no_counterpart_is_refused_in_a_sentence_with_the_remedy() -> None:
+def test_arguments_without_a_counterpart_are_refused_with_the_remedy() -> None:
     service, refused = launched(), [
         (lambda: service.generate("a", prompt_adapter_request=1), "leave it out"),
         (lambda: service.generate("a", guided_options_request=1), r"structured_outputs=\.\.\.\) instead"),

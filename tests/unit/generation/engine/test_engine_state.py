@@ -24,7 +24,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize(("memory", "action"), list(itertools.product(Memory, ACTIONS)))
-def test_every_order_but_the_right_one_raises(memory: Memory, action: str) -> None:
+def test_calls_in_any_wrong_order_raise(memory: Memory, action: str) -> None:
     state = EngineLifecycle()
     state.memory = memory
     if (memory, action) in ALLOWED:
@@ -36,7 +36,7 @@ def test_every_order_but_the_right_one_raises(memory: Memory, action: str) -> No
         assert state.memory is memory
 
 
-def test_a_version_is_gained_by_a_complete_sync_only_and_lost_by_everything_else() -> None:
+def test_only_a_complete_sync_gives_an_engine_a_version_and_all_else_removes_it() -> None:
     state = EngineLifecycle()
     with pytest.raises(EngineStateError, match="no version"):
         state.check_can_generate(0)  # loaded from disk, never synced

@@ -18,7 +18,7 @@ time.sleep(1000)
 """
 
 
-def test_what_killed_workers_shared_is_removed_with_their_engine() -> None:
+def test_shared_memory_of_killed_workers_is_removed_with_their_engine() -> None:
     worker_file, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
     worker = Engine(EngineSettings("no model", 64))
     try:

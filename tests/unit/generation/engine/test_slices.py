@@ -104,7 +104,7 @@ def test_an_episode_is_parked_when_all_its_requests_are() -> None:
     asyncio.run(run())
 
 
-def test_what_an_episode_does_beside_a_parked_request_is_waited_for_where_it_says_so() -> None:
+def test_a_slice_waits_for_work_beside_a_parked_request_where_the_episode_asks() -> None:
     async def run() -> None:
         slices, tool, seen = Slices(7), asyncio.Event(), list[int]()
 
@@ -182,7 +182,7 @@ def test_an_episode_that_is_cancelled_is_forgotten(released: bool) -> None:
     asyncio.run(run())
 
 
-def test_time_at_the_gate_is_known() -> None:
+def test_time_spent_at_the_gate_is_measured() -> None:
     async def run() -> None:
         slices, seen = Slices(7), list[int]()
         with slices.episode() as turnstile:

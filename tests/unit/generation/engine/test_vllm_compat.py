@@ -73,7 +73,7 @@ def test_an_engine_on_cpu_has_its_share_of_the_cores_or_the_threads_it_is_told_t
     assert cpu_places([0], processes)["cpu_threads"] == threads
 
 
-def test_engines_do_not_tell_that_triton_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_do_not_warn_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     assert engine_environment(CPU)["TORCH_LOGS"] == "-torch._library.triton"
     monkeypatch.setenv("TORCH_LOGS", "recompiles")  # the user's own stays

@@ -116,14 +116,16 @@ def test_a_process_serves_one_episode_after_the_other(settings: ClientCommand) -
     assert len({answer.metrics["pid"] for answer in answers}) == 1
 
 
-def test_its_environment_is_clean(settings: ClientCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_client_process_has_only_the_variables_it_needs(
+    settings: ClientCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("PYTHONPATH", "RANK", "MASTER_ADDR", "WANDB_API_KEY", "HOTBUNK_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "1")
     names = set(use(settings, lambda pool: ask(pool, "environment")).reward)
     assert names - {"PATH", "HOME", "LANG", "LC_CTYPE"} == {"CUDA_VISIBLE_DEVICES", "HOTBUNK_MESSAGES", "MINE"}
 
 
-def test_as_many_episodes_run_at_once_as_there_are_workers(settings: ClientCommand) -> None:
+def test_at_most_one_episode_a_worker_runs_at_a_time(settings: ClientCommand) -> None:
     several = ClientCommand(settings.command, 3)
 
     async def work(pool: ClientProcesses) -> list[Scored]:
@@ -192,7 +194,7 @@ def test_output_goes_to_a_log_that_does_not_fill_the_disk(
     wait_until(lambda: settings.log is not None and settings.log.stat().st_size == 100_000, 30)
 
 
-def test_a_command_that_cannot_serve_is_told_of(tmp_path: Path) -> None:
+def test_a_command_that_cannot_serve_is_reported(tmp_path: Path) -> None:
     for command, sentence in (
         ([sys.executable, "-c", "raise SystemExit('who am I?')"], "ended with exit code 1 before .*: who am I?"),
         ([str(tmp_path / "absent")], "absent cannot be started: No such file"),

@@ -64,7 +64,7 @@ def test_every_prompt_begins_with_all_ids_before_it(answers: list[list[int]], re
     assert {after - before for before, after in pairwise(counts)} <= {3}
 
 
-def test_what_follows_an_answer_is_what_the_template_writes() -> None:
+def test_text_after_an_answer_is_that_of_the_chat_template() -> None:
     """Against the whole conversation rendered at once, which is what is not done every turn."""
     engine = ScriptedEngine(lambda ids, seed: spelled(TOKENIZER, "hello"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hello"}]
@@ -108,7 +108,7 @@ def test_the_response_budget_is_what_the_context_leaves() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [100_000, 50])
-def test_a_huge_reply_ends_its_episode_or_is_cut_and_costs_nobody_else_anything(max_tokens: int) -> None:
+def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens: int) -> None:
     """70,000 characters: more than the context, or cut to 50 tokens first."""
     engine = ScriptedEngine(lambda ids, seed: [7, END], max_model_len=400)
     one = agent(TOKENIZER, ["x" * 70_000, "short", "short"], 2, max_tokens=max_tokens)
@@ -125,7 +125,7 @@ def test_a_huge_reply_ends_its_episode_or_is_cut_and_costs_nobody_else_anything(
         assert results[0].response_ids == [7, END] and results[0].loss_mask == [1, 1]
 
 
-def test_a_cut_answer_is_no_bad_call() -> None:
+def test_an_unfinished_call_of_a_cut_answer_is_not_an_error() -> None:
     """Truncation is no mistake to answer; what was sampled stays, and the episode says why it ended."""
     engine = ScriptedEngine(lambda ids, seed: [7] * 50, max_model_len=30)
     (done,) = run(engine, tool_rollout(agent(TOKENIZER, [], 5)), [[5, 6]], TOKENIZER)
@@ -153,7 +153,7 @@ def test_an_engine_that_fails_ends_the_rollout_though_the_function_swallows_it()
     assert caught.group_contains(RuntimeError, match="the engine is gone")
 
 
-def test_an_episode_that_fails_is_its_own() -> None:
+def test_a_failing_episode_affects_no_other() -> None:
     async def moody(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Any:
         if llm.prompt_index == 1:
             raise KeyError("colour")
@@ -168,7 +168,7 @@ def test_an_episode_that_fails_is_its_own() -> None:
     assert "must return a Trajectory" in errors[2]
 
 
-def test_a_trajectory_goes_on_and_is_seen_whatever_the_others_do() -> None:
+def test_a_trajectory_continues_and_is_recorded_whatever_other_trajectories_do() -> None:
     """The first has three turns while the other is still at its only one; a lock-step rollout would never end."""
     three_turns = asyncio.Event()
 
@@ -194,7 +194,7 @@ def test_a_trajectory_goes_on_and_is_seen_whatever_the_others_do() -> None:
     assert [(t.prompt_index, t.turns) for t in results] == [(0, 3), (1, 1)]
 
 
-def test_who_waits_for_a_tool_gives_its_place_to_another() -> None:
+def test_an_episode_that_waits_for_a_tool_gives_its_place_to_another() -> None:
     """One place and its group's: yet all four are at their tools at the same time."""
     everybody = asyncio.Barrier(4)
 

@@ -95,7 +95,7 @@ def test_an_environments_public_methods_are_tools() -> None:
     assert list(tools["buy"].schema["function"]["parameters"]["properties"]) == ["item"]
 
 
-def test_a_function_that_makes_environments_does_as_well_as_their_class() -> None:
+def test_a_function_that_makes_environments_is_accepted_like_their_class() -> None:
     """TRL's `environment_factory`; the one made on trial, to see its methods, is closed."""
     Shop.made.clear()
 

@@ -49,7 +49,7 @@ def test_a_servers_tools_are_listed_in_the_form_of_chat_templates(listed: dict[s
     assert put["parameters"]["required"] == ["item"] and put["parameters"]["properties"] == {"item": {"type": "string"}}
 
 
-def test_what_cannot_be_asked_is_named_with_its_own_words() -> None:
+def test_an_mcp_server_that_does_not_list_its_tools_is_named_with_its_error() -> None:
     with pytest.raises(ValueError, match="server 'shelf' does not list its tools: .*no shelf here"):
         list_tools([McpServer("shelf", [*COMMAND, "--broken"], env=SEARCH)])
     with pytest.raises(ValueError, match="server 'shelf' does not list its tools: FileNotFoundError"):
@@ -162,7 +162,7 @@ def test_sessions_are_a_trajectorys_own_or_shared(
     assert all(trajectory.metrics["tools/calls"] == 2 for trajectory in trajectories.values())
 
 
-def test_errors_ends_and_hangs_of_a_server_cost_their_call_only(listed: dict, tmp_path: Path) -> None:
+def test_errors_exits_and_hangs_of_a_server_fail_only_their_call(listed: dict, tmp_path: Path) -> None:
     calls = [call("misbehave", how="raise"), call("misbehave", how="exit"), call("put", item="x"), say("ok")]
     (trajectory,) = converse(listed, tmp_path, {"a": calls}).values()
     text = TOKENIZER.decode(trajectory.response_ids)
@@ -177,7 +177,7 @@ def test_errors_ends_and_hangs_of_a_server_cost_their_call_only(listed: dict, tm
     assert late.metrics["tools/errors/timeout"] == 1 and "took longer than 6 s" in TOKENIZER.decode(late.response_ids)
 
 
-def test_floods_and_babble_of_a_server_cost_their_call_only(listed: dict, tmp_path: Path) -> None:
+def test_excessive_or_invalid_output_of_a_server_fails_only_its_call(listed: dict, tmp_path: Path) -> None:
     """Neither its own next call nor another trajectory notices."""
     hostile = [call("misbehave", how=how) for how in ("flood", "babble")]
     queues = {"a": [*hostile, call("put", item="x"), say("ok")], "b": [call("put", item="y"), say("ok")]}
@@ -190,7 +190,7 @@ def test_floods_and_babble_of_a_server_cost_their_call_only(listed: dict, tmp_pa
     assert "1: y (" in TOKENIZER.decode(trajectories["b"].response_ids)
 
 
-def test_output_without_end_costs_its_call_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_endless_output_of_a_server_fails_only_its_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed = list_tools([McpServer("shelf", [*HOSTILE, "calls"])])
     (name,) = (tool["function"]["name"] for tool in listed["shelf"])
     calls = [call(name, how="lines"), call(name), say("ok")]
@@ -201,7 +201,7 @@ def test_output_without_end_costs_its_call_only(tmp_path: Path, caplog: pytest.L
     assert sum("writes lines that are not messages" in line for line in caplog.messages) == 1
 
 
-def test_standard_error_without_end_fills_no_disk(
+def test_endless_standard_error_does_not_fill_the_disk(
     listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log of a server's standard error is cut at its limit. Tools' prints land there, too, since the SDK keeps
@@ -215,7 +215,7 @@ def test_standard_error_without_end_fills_no_disk(
     assert (tmp_path / "logs" / "mcp.log").stat().st_size == 100_000
 
 
-def test_a_late_answer_is_not_taken_for_the_next_calls(listed: dict, tmp_path: Path) -> None:
+def test_a_late_answer_is_not_attributed_to_the_next_call(listed: dict, tmp_path: Path) -> None:
     async def work() -> list[str]:
         mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
         tools = {tool.name: tool.function for tool in mcp.tools}

@@ -93,7 +93,7 @@ def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[R
     return history, last
 
 
-def test_what_a_sampler_returns_is_checked_index_by_index() -> None:
+def test_outputs_of_a_sampler_are_checked_index_by_index() -> None:
     batch = batch_of(3)
     history, outputs = history_of(batch)
     assert [t.prompt_index for t in trajectories(outputs, batch, history)] == [0, 1, 2]
@@ -295,7 +295,7 @@ class Environment:
         return [1]
 
 
-def test_what_a_recipe_names_becomes_a_sampler() -> None:
+def test_a_class_or_function_named_in_a_recipe_becomes_a_sampler() -> None:
     assert make_sampler(load(f"{__file__}:Called"), {"answer": 4})(None, [], None) == [4]
     assert make_sampler(Called(3))(None, [], None) == [3]
     assert make_sampler(Environment)(None, [], None) == [1]
@@ -345,7 +345,7 @@ def test_processors_reach_the_engine_in_the_form_it_takes() -> None:
         ({"qualname": "math.sin", "args": [1]}, "arguments come with requests, in extra_args"),
     ],
 )
-def test_what_cannot_process_logits_is_refused(entry: Any, sentence: str) -> None:
+def test_invalid_logits_processors_are_refused(entry: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         engine_arguments([entry], v2=False)
 

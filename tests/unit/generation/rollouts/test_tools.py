@@ -168,7 +168,7 @@ def test_an_oversized_reply_is_cut_by_tokens_and_counted() -> None:
     assert counted == {"tools/calls": 2.0, "tools/truncated": 1.0}
 
 
-def test_other_ways_to_fail_and_another_way_to_say_so() -> None:
+def test_tools_that_exit_hang_or_raise_are_answered_in_the_chosen_error_format() -> None:
     calls = [ToolCall(name) for name in ("silent", "quits", "quits_later", "endless_later")]
     calls += [ToolCall("later", {"x": 1, "y": 2}), ToolCall("later"), ToolCall("later", positional=(1, 2))]
     texts, counted = replies(

@@ -79,7 +79,7 @@ def episodes_of(function: Any) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize(("error", "named"), RAISED, ids=[name.split(":")[0] for _, name in RAISED])
-def test_whatever_a_custom_rollout_raises_its_episode_fails_by_name(error: BaseException, named: str) -> None:
+def test_an_episode_fails_with_the_name_of_any_exception_of_a_custom_rollout(error: BaseException, named: str) -> None:
     async def own(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         done = await answer(llm)
         if llm.prompt_index in (2, 5):

@@ -135,7 +135,7 @@ def test_tasks_are_rows_from_the_first_on(settings: dict[str, Any], monkeypatch:
     assert verifiers.rows(settings | {"tasks": 3}) == rows[:3]
 
 
-def test_what_gives_no_tasks_is_told_of(settings: dict[str, Any]) -> None:
+def test_an_environment_without_tasks_is_reported(settings: dict[str, Any]) -> None:
     for changes, sentence in (
         (
             {"environment": "none"},
@@ -176,7 +176,7 @@ def test_rewards_and_metrics_are_those_of_the_environment(
     assert served[-1] == (21, 2) and max(served)[0] == 64  # servers are renewed after as many episodes
 
 
-def test_its_tasks_are_the_prompts_of_a_recipe(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_tasks_of_a_verifiers_environment_are_the_prompts_of_a_recipe(settings: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": {"path": "m"}, "rollout": {"verifiers": settings}}))
     config = load_config(tmp_path / "r.yaml", [])
     tokenizer = small_tokenizer()

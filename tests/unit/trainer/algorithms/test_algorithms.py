@@ -211,7 +211,7 @@ def true_gradient() -> torch.Tensor:
     return torch.autograd.grad((policy.exp() * (policy - REFERENCE)).sum(), logits)[0]
 
 
-def test_whose_gradient_is_the_divergences() -> None:
+def test_gradients_of_kl_estimators_compared_with_that_of_the_divergence() -> None:
     """k2's and the weighted k3's are, k1's is zero on average, k3's is something else."""
     torch.testing.assert_close(expected_gradient("k2"), true_gradient())
     torch.testing.assert_close(expected_gradient("unbiased_k3"), true_gradient())
@@ -298,7 +298,7 @@ def test_weights_agree_with_a_loop() -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_nothing_to_train_on_weighs_nothing(name: str) -> None:
+def test_aggregation_weights_without_tokens_are_zero(name: str) -> None:
     mask = torch.zeros(2, 3)
     assert torch.equal(aggregation.weights(mask, name, 0.0, 0.0, 16), torch.zeros(2, 3))
 

@@ -90,7 +90,7 @@ def test_correction_sums_add_up_over_any_split() -> None:
         torch.testing.assert_close(sum(rows), value)
 
 
-def test_metrics_of_agreement_and_of_nothing() -> None:
+def test_correction_metrics_of_equal_policies_and_of_no_tokens() -> None:
     ones, nothing = torch.ones(2, 3), torch.zeros(2, 3)
     for mask, share in ((ones, 1.0), (nothing, 0.0)):
         sums = corrections.correction_sums(ones, math.inf, ones.bool(), mask)

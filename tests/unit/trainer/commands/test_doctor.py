@@ -144,7 +144,7 @@ def test_a_recipe_that_exceeds_the_memory_is_reported(recipe: Path) -> None:
     assert fits == ["ok"] and does_not == ["failed"]
 
 
-def test_a_trial_that_dies_or_hangs_is_a_finding_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_dies_or_hangs_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     script = ROOT / "tests" / "support" / "dying_trial.py"
     monkeypatch.setattr(doctor, "TRIAL_MODULE", [str(script)])
     findings, output = doctor.run_trial("one engine", 1, False)

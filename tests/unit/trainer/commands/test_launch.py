@@ -61,7 +61,7 @@ def launched(tmp_path: Path) -> Callable[..., list[str]]:
     return launch
 
 
-def test_it_starts_the_launcher_of_one_node(launched: Callable[..., list[str]]) -> None:
+def test_the_command_starts_the_launcher_of_one_node(launched: Callable[..., list[str]]) -> None:
     words = launched("train", "my recipe.yaml", "--run.name", "a b", NPROC_PER_NODE="2")
     assert words[:4] == ["-m", "trainer.launcher", "--nproc-per-node", "2"]
     assert words[4:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
@@ -70,14 +70,14 @@ def test_it_starts_the_launcher_of_one_node(launched: Callable[..., list[str]]) 
     assert launched("sft", "r.yaml", OMP_NUM_THREADS="5")[4:-1] == ["-m", "trainer", "sft", "r.yaml", "OMP=5"]
 
 
-def test_it_counts_gpus(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
+def test_the_command_starts_one_rank_a_visible_gpu(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
     write_stub(tmp_path / "bin" / "nvidia-smi", "echo 'GPU 0: H200'; echo 'GPU 1: H200'; echo 'GPU 2: H200'")
     assert launched("train", "r.yaml")[3] == "3"
     assert launched("train", "r.yaml", CUDA_VISIBLE_DEVICES="2,0")[3] == "2"
     assert launched("train", "r.yaml", CUDA_VISIBLE_DEVICES="")[3] == "1"
 
 
-def test_it_meets_the_other_nodes(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
+def test_the_command_joins_the_other_nodes(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
     words = " ".join(launched("train", "r.yaml", **SEVERAL))
     assert "--nnodes 4 --node-rank 3 --master-addr first --master-port 29500 --nproc-per-node 8" in words
     refused = hotbunk(tmp_path, "train", "r.yaml", NNODES="4", NODE_RANK="1")
@@ -96,19 +96,21 @@ def test_it_meets_the_other_nodes(tmp_path: Path, launched: Callable[..., list[s
         ("MASTER_PORT", "65536"),
     ],
 )
-def test_it_refuses_numbers_that_cannot_be(tmp_path: Path, name: str, value: str) -> None:
+def test_the_command_refuses_invalid_numbers(tmp_path: Path, name: str, value: str) -> None:
     refused = hotbunk(tmp_path, "train", "r.yaml", **SEVERAL | {name: value})
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith(f"hotbunk: {name} is '{value[:40]}") and len(refused.stderr) < 300
     assert refused.stderr.count("\n") == 1
 
 
-def test_it_restarts_a_run_only_where_that_is_asked_for(launched: Callable[..., list[str]]) -> None:
+def test_the_command_restarts_a_run_only_if_restarts_is_set(launched: Callable[..., list[str]]) -> None:
     assert launched("train", "r.yaml", RESTARTS="0")[:2] == ["-m", "trainer.launcher"]
     assert launched("train", "r.yaml", RESTARTS="7")[:3] == ["-m", "trainer.run.supervisor", "7"]
 
 
-def test_it_starts_nothing_when_the_recipe_has_a_mistake(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
+def test_the_command_starts_nothing_if_the_recipe_has_a_mistake(
+    tmp_path: Path, launched: Callable[..., list[str]]
+) -> None:
     assert launched("train", "r.yaml")
     refused = hotbunk(tmp_path, "train", "r.yaml", CHECK_FAILS="2")
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -131,7 +133,7 @@ def test_a_signal_that_it_alone_is_sent_ends_the_check_and_starts_nothing(tmp_pa
     assert train.returncode == 128 + number and not psutil.pid_exists(int(pid.read_text()))
 
 
-def test_it_answers_without_ranks_in_this_process(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
+def test_help_and_refusals_need_no_ranks(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
     """It knows how many ranks there would be, so that batches are checked against them."""
     (tmp_path / "data.jsonl").write_text("{}")
     (tmp_path / "r.yaml").write_text("model: {path: /absent}\ndata: {path: data.jsonl}\nbatch: {prompts_per_step: 2}\n")

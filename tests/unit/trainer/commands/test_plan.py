@@ -132,7 +132,7 @@ def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -
     assert by_name(trainer_parts(config, sizes, 1, 80.0))["critic: float32 weights"] == (4 * critic, 4 * critic)
 
 
-def test_of_a_model_with_adapters_only_they_are_trained(tiny_qwen2: Path) -> None:
+def test_only_adapters_of_a_model_are_trained_in_the_plan(tiny_qwen2: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     lora = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
@@ -172,7 +172,7 @@ def test_staging_is_two_buckets_but_for_the_first_time(
         assert staging_bytes(config, sizes, 2, cut=True) == 2 * largest
 
 
-def test_ways_without_common_memory_have_buffers_on_both_sides(tiny_qwen2: Path) -> None:
+def test_syncs_without_shared_memory_have_buffers_on_both_sides(tiny_qwen2: Path) -> None:
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
     staged, broadcast, storage = (
@@ -184,7 +184,7 @@ def test_ways_without_common_memory_have_buffers_on_both_sides(tiny_qwen2: Path)
     assert staging_bytes(storage, sizes, 2, cut=True) == 4 * 152_064 * 3584 * 2 > 2 * in_parts
 
 
-def test_with_pull_only_reprocessed_weights_are_staged(tiny_qwen2: Path) -> None:
+def test_only_reprocessed_weights_are_staged_if_engines_pull(tiny_qwen2: Path) -> None:
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
     latent = {"layers.0.self_attn.kv_b_proj.weight": torch.Size([128 * 256, 512 * 125])}
@@ -224,7 +224,7 @@ def test_weights_shared_by_trainer_and_engine_count_once(tiny_qwen2: Path, dtype
     assert "gathered weights" not in parts
 
 
-def test_a_teacher_takes_the_references_place(tiny_qwen2: Path, tiny_qwen2_untied: Path) -> None:
+def test_a_teacher_replaces_the_reference_model(tiny_qwen2: Path, tiny_qwen2_untied: Path) -> None:
     config = recipe(tiny_qwen2, algorithm={"advantage": "distill", "teacher": str(tiny_qwen2_untied)})
     parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1, 80.0))
     teacher = AutoModelForCausalLM.from_pretrained(tiny_qwen2_untied)

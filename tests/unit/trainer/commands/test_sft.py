@@ -56,7 +56,7 @@ def test_a_template_without_an_end_gets_one(tmp_path: Path) -> None:
     assert got == [("<user>a<assistant>b</s>", "b</s>")]
 
 
-def test_every_assistant_turn_and_only_those(tmp_path: Path) -> None:
+def test_a_warm_start_trains_on_every_assistant_turn_and_nothing_else(tmp_path: Path) -> None:
     """By position: the user's text is not learned even where it is the same as the assistant's."""
     turns = [("user", "x"), ("assistant", "x"), ("user", "y"), ("assistant", "z"), ("user", "thanks")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]

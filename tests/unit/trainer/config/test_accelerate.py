@@ -117,7 +117,7 @@ def test_a_refusal_by_accelerate_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [\n", "\x00"])
-def test_a_file_that_is_not_accelerates_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+def test_a_file_that_accelerate_did_not_write_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError, match="policy.accelerate_config: ") as caught:
         policy_keys(tmp_path / "x.yaml")

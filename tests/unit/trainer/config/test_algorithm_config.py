@@ -100,12 +100,12 @@ def test_the_plain_policy_gradient_has_one_update() -> None:
     assert "batch.updates_per_step * algorithm.num_iterations = 4" in problem
 
 
-def test_a_shared_critic_is_of_use_to_gae_only() -> None:
+def test_a_shared_critic_is_accepted_with_gae_only() -> None:
     (problem,) = problems({}, critic={"shared": True})
     assert problem.startswith("critic.shared is set, but algorithm.advantage is group")
     assert problems({"preset": "ppo"}, critic={"shared": True}) == []
 
 
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
-def test_a_single_answer_will_do_where_nobody_compares_answers(advantage: str) -> None:
+def test_a_group_of_one_answer_is_accepted_where_answers_are_not_compared(advantage: str) -> None:
     assert problems({"group_size": 1, "advantage": advantage}) == []

@@ -320,7 +320,7 @@ def test_the_language_model_of_several_modalities_is_found(tmp_path: Path) -> No
     assert model_config(str(tmp_path)) == MODEL
 
 
-def test_weights_must_be_there(config: dict, tmp_path: Path) -> None:
+def test_a_model_without_weights_is_refused(config: dict, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     assert "holds no *.safetensors" in problems(config)[0]
 
@@ -415,7 +415,7 @@ def test_a_missing_sync_way_is_named(config: dict) -> None:
     assert sentence == "sync.way: 'absent.py:Way' cannot be loaded: there is no file absent.py"
 
 
-def test_without_a_network_a_name_that_is_not_a_folder_is_refused(
+def test_a_model_name_that_is_not_a_folder_is_refused_without_a_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By a connection of our own to where the hub should be; what has been fetched before is still found."""

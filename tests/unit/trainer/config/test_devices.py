@@ -82,7 +82,7 @@ def test_the_release_of_cuda_is_read_without_importing_torch() -> None:
     ],
 )
 @pytest.mark.parametrize("module", ["Kernel Module", "Open Kernel Module for x86_64"])
-def test_auto_means_cuda_where_driver_and_torch_can_do_it(
+def test_the_automatic_device_is_cuda_where_driver_and_torch_permit_it(
     machine: Callable[..., None], driver: str | None, cuda: str | None, problem: str | None, module: str
 ) -> None:
     machine(driver, cuda, module)

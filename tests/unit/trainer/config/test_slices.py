@@ -66,7 +66,7 @@ def test_settings_that_conflict_with_slices_are_refused_in_one_sentence(
         {"rollout": CUT | {"tools": ["a:b"]}},
     ],
 )
-def test_the_rest_goes_with_slices(sections: dict[str, Any]) -> None:
+def test_keys_that_do_not_conflict_with_slices_are_accepted(sections: dict[str, Any]) -> None:
     assert said(recipe(**sections)) == []
 
 

@@ -52,7 +52,9 @@ def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None =
         ({"run": {"device": "cuda"}}, 2, 2, "staged, since no other way has run on a GPU yet"),
     ],
 )
-def test_auto_is_the_first_possible_way(config: dict, changes: dict, ranks: int, neighbours: int, way: str) -> None:
+def test_the_automatic_sync_way_is_the_first_possible_one(
+    config: dict, changes: dict, ranks: int, neighbours: int, way: str
+) -> None:
     assert choice(config, changes, ranks, neighbours).startswith(way)
 
 
@@ -65,7 +67,7 @@ def test_models_that_vllm_reprocesses_are_pulled_if_possible(config: dict, tmp_p
     assert choice(config, PLAIN).startswith("pull, since")
 
 
-def test_a_way_in_the_recipe_is_kept(config: dict) -> None:
+def test_a_sync_way_set_in_the_recipe_is_kept(config: dict) -> None:
     for way in ("staged", "pull", "zero_copy", "storage"):
         recipe = TrainConfig.model_validate(config | {"sync": {"way": way}})
         assert with_chosen_way(recipe, 1, 1) == (recipe, "")

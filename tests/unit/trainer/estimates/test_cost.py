@@ -101,7 +101,7 @@ def test_gradients_alone_go_between_replicas_once_an_update(tiny_qwen2: Path) ->
     assert "update: between replicas" not in by_name(step_costs(config(tiny_qwen2), BILLION, 64, GPU, LENGTHS))
 
 
-def test_of_adapters_only_they_are_reduced(tiny_qwen2: Path) -> None:
+def test_only_adapters_are_reduced_where_adapters_are_trained(tiny_qwen2: Path) -> None:
     slow = replace(GPU, link_rate=4e9)
     adapters = replace(BILLION, adapters={"a": torch.Size([1_000_000])})
     plan = config(tiny_qwen2)
@@ -136,7 +136,7 @@ def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2:
 
 
 @pytest.mark.parametrize("longer", ["update", "rollout"])
-def test_with_a_lag_the_longer_of_rollout_and_update_counts(tiny_qwen2: Path, longer: str) -> None:
+def test_a_step_with_a_lag_takes_the_longer_of_rollout_and_update(tiny_qwen2: Path, longer: str) -> None:
     apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4}, rollout={"lag": 1})
     without = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4})
     gpu = (

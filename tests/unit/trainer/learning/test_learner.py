@@ -151,7 +151,7 @@ def test_a_step_with_every_token_filtered_has_no_update(algorithm: dict[str, obj
         assert metrics["no_signal_steps"] == (updates == 0)
 
 
-def test_without_a_prompt_the_first_token_is_not_counted_since_nothing_predicts_it() -> None:
+def test_the_first_token_is_not_counted_without_a_prompt_to_predict_it() -> None:
     answers = [Trajectory(0, s, [], [7] * n, [1] * n, [-1.0] * n, reward=float(s)) for s, n in enumerate((1, 3))]
     minibatch = prepare([make_groups(as_answers(answers))], config(), PAD, torch.device("cpu"))[0]
     trained = [mask.sum().item() for batch in minibatch.batches for mask in batch.loss_mask]

@@ -105,7 +105,7 @@ def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: 
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_answers_whose_reward_failed_teach_the_others_nothing(choice: str) -> None:
+def test_answers_whose_reward_failed_change_no_advantage_count_or_loss(choice: str) -> None:
     """One of a group, two of a group, and a whole group: as if they did not exist, in advantages, counts and loss."""
     failed = {(0, 1), (1, 0), (1, 2), (3, 0), (3, 1), (3, 2)}
 

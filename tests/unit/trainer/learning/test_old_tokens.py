@@ -114,7 +114,7 @@ def test_a_fault_of_the_sync_is_in_the_gap_whatever_the_age_of_the_other_tokens(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_current_tokens_the_gap_is_measured_on_waiting_answers(ranks: int) -> None:
+def test_the_gap_is_measured_on_waiting_answers_if_none_is_current(ranks: int) -> None:
     trajectories = step()
     for t in trajectories:
         t.versions, t.weight_version = [(3, 0)], 3

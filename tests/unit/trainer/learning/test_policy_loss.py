@@ -167,7 +167,7 @@ def test_values_are_learned_beside_the_policy_or_alone(clip: float | None) -> No
     assert (together - policy).item() == pytest.approx(0.7 * expected)
 
 
-def test_without_old_logprobs_the_forward_pass_is_the_policy_before() -> None:
+def test_the_forward_pass_stands_for_missing_old_logprobs() -> None:
     batch, outputs = make_batch()
     outputs.values, old = None, outputs.logprobs.detach()
     loss, _ = PolicyLoss(AlgorithmConfig(), minibatch(batch), LONGEST)(batch, outputs)

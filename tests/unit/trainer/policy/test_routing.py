@@ -344,7 +344,7 @@ def test_routers_that_cannot_be_replaced_are_refused_by_name() -> None:
         asked_routers(on_meta(Qwen2Config(**SHAPE)), "engine")
 
 
-def test_of_group_limited_routers_only_the_last_choice_is_replaced() -> None:
+def test_replay_replaces_only_the_last_choice_of_group_limited_routers() -> None:
     """Experts outside of the groups that the router itself would choose keep their scores."""
     module = make_module("deepseek_v2")
     assert module.routing is not None

@@ -33,7 +33,7 @@ def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) ->
     return list(check_placement(TrainConfig.model_validate(recipe), ranks, neighbours))
 
 
-def test_what_goes_with_engines_apart_is_accepted() -> None:
+def test_settings_that_go_with_engines_apart_are_accepted() -> None:
     assert not problems() and not problems(engine=RANKS) and not problems(engine=RANKS | {"ranks": 3})
     assert not problems(engine=RANKS | {"ranks": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
     assert not problems(engine=RANKS, lora={"rank": 4, "sync": "merged"})
@@ -58,7 +58,7 @@ def test_what_goes_with_engines_apart_is_accepted() -> None:
         ),
     ],
 )
-def test_what_does_not_go_with_engines_apart_is_named(sections: dict[str, Any], key: str) -> None:
+def test_settings_that_exclude_engines_apart_are_named(sections: dict[str, Any], key: str) -> None:
     [problem] = problems(**sections)
     assert key in problem and len(problem) < 300
 
@@ -111,7 +111,7 @@ def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(tr
     assert all(first.trajectories for first, _ in taken[:generating]), "none has them all while another has none"
 
 
-def test_a_word_of_one_engine_reaches_all_that_train_and_an_error_everybody() -> None:
+def test_a_message_of_one_engine_reaches_all_trainers_and_an_error_everybody() -> None:
     def crew(error: Exception | None) -> Any:
         alone = rank() == 3
         try:
@@ -214,7 +214,7 @@ def cut_step(version: int) -> list[Round]:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_answers_that_go_on_are_told_of_as_where_they_are_and_kept(
+def test_unfinished_answers_are_reported_by_their_place_and_kept(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: cut_step(3))
@@ -238,7 +238,7 @@ def test_answers_that_go_on_are_told_of_as_where_they_are_and_kept(
         ([Round(1, word="rank 1 sampled nan")], NotFiniteError, "rank 1 sampled nan"),
     ],
 )
-def test_what_cannot_be_learned_from_is_raised_where_it_is_fetched(
+def test_failed_rounds_raise_where_they_are_fetched(
     taken: Any, error: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: taken)
@@ -248,7 +248,7 @@ def test_what_cannot_be_learned_from_is_raised_where_it_is_fetched(
     assert not source._ready
 
 
-def test_what_fails_on_an_engines_rank_is_told_to_rank_0_with_its_number() -> None:
+def test_rank_0_learns_of_errors_on_an_engines_rank_with_its_number() -> None:
     store, calls = HashStore(), []
 
     class Engine:

@@ -463,7 +463,7 @@ def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None
     assert (1, "1 episode in tools or reward functions") in tools.said
 
 
-def test_what_an_episode_does_beside_its_answer_is_waited_for() -> None:
+def test_a_slice_waits_for_work_of_an_episode_beside_its_answer() -> None:
     under_way = 0
 
     async def beside(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
@@ -603,7 +603,7 @@ def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill
         assert {place: fate for step in steps for place, fate in step.items()} == expected
 
 
-def test_what_scoring_raises_ends_the_step_and_all_episodes() -> None:
+def test_an_exception_in_scoring_ends_the_step_and_all_episodes() -> None:
     crew = Crew(config())
     crew.do()
 

@@ -104,7 +104,7 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
         ({"client": "FILE:number"}, "rollout.client: a client is a function"),
     ],
 )
-def test_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
+def test_unusable_functions_of_a_recipe_are_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
     named = {k: [s.replace("FILE", str(code)) for s in v] if k == "tools" else v.replace("FILE", str(code))
              for k, v in rollout.items()}  # fmt: skip
     with pytest.raises(UserError, match=reason) as caught:
@@ -112,7 +112,7 @@ def test_what_cannot_be_used_is_named(code: Path, rollout: dict[str, Any], reaso
     assert "\n" not in str(caught.value)
 
 
-def test_a_rate_is_for_a_tool_that_there_is(code: Path) -> None:
+def test_a_rate_of_a_tool_that_does_not_exist_is_refused(code: Path) -> None:
     plan(tools=[f"{code}:add"], tool_rates={"add": 5})
     with pytest.raises(UserError, match="rollout.tool_rates: there is no tool 'sub'; the tools are: add"):
         plan(tools=[f"{code}:add"], tool_rates={"sub": 5})
@@ -156,7 +156,7 @@ def test_a_reward_for_failures_is_refused_where_these_are_left_out() -> None:
     assert about(error_reward=-1, failed="error_reward") == about(failed="leave_out") == []
 
 
-def test_ones_own_rollout_needs_no_reward_function() -> None:
+def test_a_custom_rollout_needs_no_reward_function() -> None:
     assert problems("reward.", environment="a:b", functions=[]) == []
     assert "reward.functions is empty" in problems("reward.", functions=[])[0]
 

@@ -75,7 +75,7 @@ def files(run_config: TrainConfig) -> set[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_sampled_before_a_death_is_learned_from_again(
+def test_answers_sampled_before_a_run_died_are_learned_from_when_it_resumes(
     tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     straight, total = run(recipe(tmp_path / "straight"), 5, ranks)
@@ -108,7 +108,7 @@ def not_resumed(run_config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.parametrize(("change", "reused"), [(other_key, 0), (torn, 1), (of_another_rank, 1), (not_resumed, 0)])
-def test_from_the_first_that_is_not_there_everything_is_sampled(
+def test_steps_are_sampled_from_the_first_missing_journal_file_on(
     tmp_path: Path, change: Callable[[TrainConfig], TrainConfig], reused: int
 ) -> None:
     straight, total = run(recipe(tmp_path / "straight"), 4, ranks=2)
@@ -118,7 +118,7 @@ def test_from_the_first_that_is_not_there_everything_is_sampled(
     assert again == straight and sampled == total * (4 - reused) // 4
 
 
-def test_what_a_checkpoint_has_is_dropped(tmp_path: Path) -> None:
+def test_answers_that_a_checkpoint_contains_are_deleted(tmp_path: Path) -> None:
     run_config = recipe(tmp_path)
     session = Session(run_config)
     session.steps(3)
@@ -130,7 +130,7 @@ def test_what_a_checkpoint_has_is_dropped(tmp_path: Path) -> None:
     assert files(run_config) == {3, 4}
 
 
-def test_generators_are_as_they_were_behind_the_answers(tmp_path: Path) -> None:
+def test_random_generators_have_the_states_they_had_after_the_answers(tmp_path: Path) -> None:
     """Tools and rewards in the rank's process may have drawn from them."""
     run_config = recipe(tmp_path)
     session = Session(run_config)

@@ -69,7 +69,7 @@ def constant(value: float) -> WeightsOnly:
     return policy
 
 
-def test_what_is_loaded_is_what_was_saved_random_states_included(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_one_random_states_included(tmp_path: Path) -> None:
     policy = TinyPolicy()
     saved = {key: value.clone() for key, value in policy.model.state_dict().items()}
     path = checkpoint.save(tmp_path, 3, {"policy": policy}, {"fingerprint": "abc", "counters": {"skipped": 2}})
@@ -211,7 +211,7 @@ def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (9, [1, 2, 9, 10])])
-def test_prune_counts_complete_ones_by_number_and_spares_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
+def test_pruning_counts_complete_checkpoints_and_spares_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
     for step in (1, 2, 9, 10, 11):
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "COMPLETE").touch()
@@ -274,9 +274,7 @@ def linked(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("delete", [partial(checkpoint.prune, keep=2), partial(checkpoint.drop_later, step=0)])
-def test_of_a_checkpoint_that_is_elsewhere_only_the_link_is_deleted(
-    delete: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_deleting_a_linked_checkpoint_deletes_only_the_link(delete: Callable[[Path], None], tmp_path: Path) -> None:
     archived = linked(tmp_path)
     before = {file.name: file.read_bytes() for file in archived.iterdir()}
     delete(tmp_path / "run")
@@ -301,7 +299,7 @@ def test_links_that_lead_nowhere_or_to_what_is_unfinished_do_no_harm(tmp_path: P
     assert not any(path.is_symlink() for path in run.iterdir()) and (tmp_path / "away" / "extra.json").is_file()
 
 
-def test_a_snapshot_on_the_host_is_not_changed_by_training(tmp_path: Path) -> None:
+def test_training_does_not_change_a_snapshot_on_the_host(tmp_path: Path) -> None:
     policy = TinyPolicy()
     wanted = {key: value.clone() for key, value in policy.model.state_dict().items()}
     snapshot = checkpoint.Snapshot.take(1, {"policy": policy}, {}).on_host()

@@ -74,13 +74,13 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path
     assert disk.written == [(1, 0.0), (2, 1.0)]
 
 
-def test_without_background_it_is_written_when_save_returns(tmp_path: Path, disk: Disk) -> None:
+def test_a_checkpoint_is_written_when_save_returns_if_not_in_the_background(tmp_path: Path, disk: Disk) -> None:
     disk.may_write.set()
     writer(tmp_path, background=False).save(1, {"counter": Counter()}, {}, {})
     assert disk.written == [(1, 0.0)]
 
 
-def test_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
+def test_at_most_one_checkpoint_is_being_written(tmp_path: Path, disk: Disk) -> None:
     counter, saving = Counter(), writer(tmp_path)
     saving.save(1, {"counter": counter}, {}, {})
     threading.Timer(0.2, disk.may_write.set).start()
@@ -90,7 +90,7 @@ def test_at_most_one_is_under_way(tmp_path: Path, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("told_by", ["wait", "save"])
-def test_what_went_wrong_is_told_once_by_whatever_comes_next(tmp_path: Path, disk: Disk, told_by: str) -> None:
+def test_an_error_of_the_writer_is_raised_once_by_the_next_call(tmp_path: Path, disk: Disk, told_by: str) -> None:
     disk.error = OSError(28, "No space left on device")
     saving = writer(tmp_path)
     saving.save(1, {"counter": Counter()}, {}, {})
@@ -141,7 +141,7 @@ def test_a_disk_that_hangs_has_a_deadline(tmp_path: Path, disk: Disk, capsys: py
     disk.may_write.set()
 
 
-def test_what_is_kept_goes_by_recency_and_by_the_figure(tmp_path: Path, group: None) -> None:
+def test_checkpoints_are_kept_by_recency_and_by_the_best_figure(tmp_path: Path, group: None) -> None:
     counter, saving = Counter(), writer(tmp_path, keep=1, keep_best=1, best_metric="-loss")
     for step, loss in enumerate([0.5, 0.2, 0.9, 0.4]):
         saving.save(step, {"counter": counter}, {"state": step}, {"loss": loss})

@@ -70,14 +70,14 @@ def test_a_finished_run_that_is_started_again_keeps_what_it_has(
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_asked_to_end_it_saves_after_the_step_and_leaves(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+def test_a_run_that_is_asked_to_end_saves_after_the_step_and_ends(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     run = Run(monkeypatch, every=every)
     run.steps(2)
     run.watchdog.called_at = 0.0  # by any rank's watchdog
     assert run.steps(1) == [(3, {"loss": 3.0}), "wait", "left"]
 
 
-def test_a_step_given_up_is_saved_as_the_step_before_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_step_is_saved_as_the_step_before_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.steps(3)
     run.notes.calls.clear()
@@ -103,9 +103,7 @@ def test_rollouts_are_given_up_after_half_of_the_grace_period(monkeypatch: pytes
     assert answers == [False, False, True]
 
 
-def test_with_auto_it_saves_when_the_interval_of_rank_0_is_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_automatic_saves_follow_the_interval_of_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decisions = iter([True, False, False, True, False])
     notes: list[str] = []
     interval = SimpleNamespace(

@@ -43,7 +43,7 @@ def test_two_nodes_meet_at_the_interface_that_is_named_and_listen_nowhere_else()
     assert listening({os.getpid()})[os.getpid()] - before == {"127.0.0.2"}
 
 
-def test_a_node_that_comes_again_ends_the_attempt_it_was_in_and_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_restarts_ends_its_attempt_and_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power failure that the others have not noticed: their store is there, with this node's old entry."""
     monkeypatch.setattr(launcher, "_LOOK_SECONDS", 0.01)
     port, codes, ended = free_port("127.0.0.2"), list[int](), threading.Event()

@@ -23,7 +23,7 @@ processes.run(main)
 """
 
 
-def test_what_is_compiled_is_not_in_a_folder_that_others_can_make_first(tmp_path: Path) -> None:
+def test_compiled_products_are_not_in_a_folder_that_others_can_make_first(tmp_path: Path) -> None:
     shared, home = tmp_path / "shared", tmp_path / "home"
     planted = shared / f"torchinductor_{os.getuid()}"
     planted.mkdir(parents=True)

@@ -227,7 +227,7 @@ def test_compare_draws_a_picture_and_refuses_what_is_no_run(tmp_path: Path, monk
     assert done.returncode == 2 and "absent holds no metrics.jsonl" in done.stderr
 
 
-def test_a_terminal_says_what_goes_on_and_a_log_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_shows_the_current_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     phase = ["start-up"]

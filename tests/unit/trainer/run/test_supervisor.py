@@ -85,13 +85,13 @@ def test_a_run_goes_on_from_what_it_has_saved_itself_and_from_nothing_older(tmp_
     assert calls == [[], [], [], ["--resume", "auto"], ["--resume", "auto"]]
 
 
-def test_what_a_launcher_says_it_has_saved_counts(tmp_path: Path) -> None:
+def test_checkpoints_that_a_launcher_reports_count_as_progress(tmp_path: Path) -> None:
     _, calls, _ = supervised(tmp_path, 5, died(1), died(3, saved=True), died(4), DONE)
     assert calls == [[], [], ["--resume", "auto"], ["--resume", "auto"]]
 
 
 @pytest.mark.parametrize("name", ["step_2", "step_40"])
-def test_what_was_saved_counts_when_the_launcher_was_killed(tmp_path: Path, name: str) -> None:
+def test_checkpoints_of_a_killed_launcher_count_as_progress(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
@@ -134,7 +134,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_the_launcher_and_ends_it_all(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
     """Once: the launcher has a session of its own."""
     process = subprocess.Popen(
         command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True

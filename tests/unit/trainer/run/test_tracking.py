@@ -327,7 +327,7 @@ def test_ranks_other_than_0_write_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         ("online", {}, False, "online"),
     ],
 )
-def test_auto_is_online_only_where_there_is_a_login(
+def test_automatic_wandb_is_online_only_with_a_login(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     calls: list[tuple[Any, ...]],

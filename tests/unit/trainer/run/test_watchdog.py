@@ -43,7 +43,7 @@ def test_phases_nest_and_an_expired_outer_one_is_found(codes: list[int], capsys:
     assert "in test_phases_nest_and_an_expired_outer_one_is_found" in text
 
 
-def test_what_a_phase_waits_for_is_named_as_it_is_at_the_end(
+def test_a_phase_past_its_deadline_names_what_it_waits_for_by_then(
     codes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended, waits = threading.Event(), [""]
@@ -64,9 +64,7 @@ def test_what_a_phase_waits_for_is_named_as_it_is_at_the_end(
     assert "  rank 0: step > rollout, 3 episodes in tools for 0." in text
 
 
-def test_what_fails_is_told_with_its_phase_and_device(
-    codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_name_their_phase_and_device(codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = tmp_path / "words"
     words.touch()
     monkeypatch.setenv(processes.LAST_WORDS, str(words))
@@ -94,7 +92,7 @@ def test_phases_in_time_pass_and_a_phase_that_raised_is_over(codes: list[int]) -
     assert codes == []
 
 
-def test_a_rank_that_is_asked_to_end_lets_all_know(codes: list[int]) -> None:
+def test_a_rank_that_is_asked_to_end_informs_all_ranks(codes: list[int]) -> None:
     store = dist.HashStore()
     with Watchdog(store, 0, 2, codes.append) as one, Watchdog(store, 1, 2, codes.append) as other:
         assert one.called_at is other.called_at is None
@@ -110,7 +108,7 @@ def test_a_rank_that_is_asked_to_end_learns_that_one_is_dead(codes: list[int], m
 
 
 @pytest.mark.parametrize("end", ["vanished", "closed"])
-def test_a_rank_of_which_nothing_is_heard_any_more_ends_the_run(
+def test_a_rank_that_falls_silent_ends_the_run(
     codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
 ) -> None:
     monkeypatch.setattr(module, "_BEAT_SECONDS", 0.02)
@@ -178,7 +176,7 @@ def test_a_store_on_another_machine_that_answers_no_more_is_left(
     assert ("rank 1: has had no answer from the first machine for 0.4 s" in capfd.readouterr().err) == far
 
 
-def test_other_ranks_alarm_ends_this_one(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alarm_of_another_rank_ends_this_rank(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()
     ended = threading.Event()
 
