@@ -28,7 +28,7 @@ COMMAND = re.compile(r"^(\$ |bash |\.venv/bin/|python |hotbunk \w+ )", re.MULTIL
 
 
 def blocks(language: str) -> list[Any]:
-    """(page, reason not to run it, code) of all pages."""
+    """Returns (page, reason not to run it, code) for each block of the language on all pages."""
     matches = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
     kept = [(page, reason, code) for page, reason, kind, code in matches if kind == language]
     return [pytest.param(reason, code, id=f"{page}-{place}") for place, (page, reason, code) in enumerate(kept)]
@@ -48,7 +48,7 @@ def test_rows_can_be_read(reason: str, code: str) -> None:
 
 @pytest.mark.parametrize(("reason", "code"), blocks("yaml"))
 def test_recipes_are_valid(reason: str, code: str) -> None:
-    """With a model and data, where they have none."""
+    """Recipes on the pages are valid, with a model and data added where they have none."""
     recipe = yaml.safe_load(code)
     base: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
     TrainConfig.model_validate(base | recipe | {"data": base["data"] | recipe.get("data", {})})
@@ -56,7 +56,7 @@ def test_recipes_are_valid(reason: str, code: str) -> None:
 
 @pytest.mark.parametrize(("reason", "code"), blocks("python"))
 def test_python_blocks_of_the_pages_run(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an imported module would: what is only for `__main__` is not run. A client's function is called."""
+    """Blocks run as imported modules, so code only for `__main__` is not run. A client's function is called."""
     compiled = compile(code, "block", "exec")
     if reason and "imports" not in reason:
         return
@@ -101,7 +101,7 @@ def test_all_methods_of_conversations_are_on_their_page(kind: type, name: str) -
 
 
 def check(words: list[str]) -> None:
-    """The script is there, and the arguments are ones that it takes."""
+    """Checks that the script of a command exists, and that it takes the arguments."""
     if words[0] == "bash":
         assert (ROOT / words[1]).is_file()
         if words[1] != "scripts/train.sh":

@@ -26,7 +26,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def anchors(page: Path) -> set[str]:
-    """A page's anchors as GitHub makes them from headings: lower case, no punctuation, hyphens for spaces."""
+    """Returns a page's anchors as GitHub makes them from headings: lower case, no punctuation, hyphens for spaces."""
     seen, slugs = Counter[str](), set()
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
@@ -36,13 +36,13 @@ def anchors(page: Path) -> set[str]:
 
 
 def current(page: Path) -> str:
-    """A page's text without the first column of its table of names that changed."""
+    """Returns a page's text without the first column of its table of names that changed."""
     text, heading, table = page.read_text().partition("## Names that changed")
     return text + heading + re.sub(r"^\|[^|]*\|", "|", table, flags=re.MULTILINE)
 
 
 def missing(page: Path, target: str) -> str:
-    """The target again if it does not resolve from the page, else nothing."""
+    """Returns the target if it does not resolve from the page, else nothing."""
     name, _, anchor = target.partition("#")
     file = (page.parent / name).resolve() if name else page
     present = file.exists() and (not anchor or anchor in anchors(file))
@@ -51,21 +51,21 @@ def missing(page: Path, target: str) -> str:
 
 @pages
 def test_every_internal_link_and_its_anchor_resolve(page: Path) -> None:
-    """A heading that is renamed, or a page that is moved, takes its links along."""
+    """Links keep up with headings that are renamed and pages that are moved."""
     targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text()))
     assert not [lost for target in targets if not target.startswith("http") and (lost := missing(page, target))]
 
 
 @pages
 def test_every_path_into_the_repository_exists(page: Path) -> None:
-    """Paths of sources, scripts, recipes and tests, in prose and in commands."""
+    """Paths of sources, scripts, recipes and tests exist, in prose and in commands."""
     paths = re.findall(rf"(?<![\w./])((?:{FOLDERS})/[\w./-]*\w/?)", re.sub(r"https?://\S+", "", current(page)))
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 @pages
 def test_every_key_of_a_recipe_is_known(page: Path) -> None:
-    """Keys in prose and flags (section.key), and those of recipes."""
+    """Keys exist, in prose, in flags (section.key), and in recipes."""
     text = "" if page.name == "python.md" else current(page)  # whose dots are those of attributes
     used = set(re.findall(rf"(?<![\w./])((?:{SECTIONS})\.[a-z_]+)\b(?!\(|\.\w)", text))
     used -= {name for name in used if name.endswith((".py", ".md", ".png", ".json", ".jsonl"))}
@@ -78,7 +78,7 @@ def test_every_key_of_a_recipe_is_known(page: Path) -> None:
 
 @pages
 def test_every_command_and_its_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`hotbunk COMMAND --flag`, in prose and in code."""
+    """Every `hotbunk COMMAND --flag` exists, in prose and in code."""
 
     def help_of(*arguments: str) -> str:
         with pytest.raises(SystemExit):
@@ -103,7 +103,7 @@ def test_every_page_that_a_source_names_exists() -> None:
 
 @pages
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    """Names of tests, by which `-k` finds them."""
+    """Names of tests exist, by which `-k` finds them."""
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     assert not sorted(named - set(re.findall(r"def (test_\w+)\(", tests)))

@@ -44,7 +44,7 @@ def test_the_tiny_models_end_a_turn_with_the_id_that_is_looked_for(tiny_model: T
 
 @pytest.mark.parametrize("name", trial.TRIALS)
 def test_the_recipe_of_each_trial_is_valid(name: str, tmp_path: Path) -> None:
-    """But for what is made only when it runs: models, environments and data."""
+    """Recipes are valid except for models, environments and data, which are made when a trial runs."""
     (tmp_path / "r.yaml").write_text(json.dumps(trial.recipe(tmp_path, name, trial.TRIALS[name])))
     problems = find_problems(load_config(tmp_path / "r.yaml", []), "train", {})
     assert [

@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_reference_page_is_current(page: str) -> None:
-    """Otherwise run `.venv/bin/python scripts/reference.py`."""
+    """Pages equal what the code gives; if not, run `.venv/bin/python scripts/reference.py`."""
     written, expected = (ROOT / "docs" / page).read_text().splitlines(), reference.PAGES[page]().splitlines()
     assert list(unified_diff(written, expected, "on disk", "from the code", n=0, lineterm="")) == []
 

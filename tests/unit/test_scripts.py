@@ -39,7 +39,7 @@ PROGRAMS = (
 
 
 def write_stub(path: Path, body: str) -> Path:
-    """An executable shell script."""
+    """Writes an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(0o755)
@@ -48,7 +48,7 @@ def write_stub(path: Path, body: str) -> Path:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone without .venv, and beside it `bin`: a PATH with a good Python and compiler, and no GPU."""
+    """Returns a clone without .venv, and beside it `bin`: a PATH with a good Python and compiler, and no GPU."""
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
@@ -77,7 +77,7 @@ def old_python(programs: Path) -> None:
 
 
 def new_python(programs: Path) -> None:
-    """A release that no lock is for, under the check that setup.sh makes of one."""
+    """Makes the Python report a release that no lock is for."""
     release = "import sys; sys.version_info = (3, 14, 0, 'final', 0)"
     body = f"""[ "$1" = -V ] && echo Python 3.14.0 || exec {sys.executable} -c "{release}; exec(sys.argv[1])" "$2" """
     write_stub(programs / "python3", body)
@@ -154,7 +154,7 @@ fi
 
 @pytest.fixture
 def recorded(clone: Path) -> Callable[..., str]:
-    """Runs setup.sh with nothing really installed; gives what the environment's programs were asked for in the call."""
+    """Runs setup.sh without real installations; returns the calls of the environment's programs."""
     for name in ("tee", "chmod"):
         (clone / "bin" / name).symlink_to(shutil.which(name) or "")
     write_stub(clone / "bin" / "python3", RECORDING_PYTHON.replace("{python}", sys.executable))
@@ -237,7 +237,7 @@ def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, rec
 
 
 def test_the_dockerfile_installs_what_setup_asks_for_and_calls_it(clone: Path, recorded: Callable[..., str]) -> None:
-    """The Debian packages that setup.sh names where something is missing, and the CUDA lock, without a GPU in sight."""
+    """The Dockerfile installs the Debian packages that setup.sh names, and the CUDA lock, without a visible GPU."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert "IT HAS NOT BEEN BUILT" in dockerfile.partition("FROM")[0]
     installs, setup = re.findall(r"^RUN ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
@@ -303,7 +303,7 @@ def test_slurm_starts_one_launcher_a_node_with_all_of_its_cores(clone: Path) -> 
 
 @pytest.mark.parametrize(("code", "queued"), [(143, True), (1, True), (0, False)])
 def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(clone: Path, code: int, queued: bool) -> None:
-    """Unless the run has come to its end meanwhile."""
+    """The job is queued again unless the run has finished meanwhile."""
     programs = clone / "bin"
     write_stub(programs / "scontrol", 'if [ "$1" = show ]; then echo node7; else echo "scontrol $@"; fi')
     ends = f"trap 'echo saved; exit {code}' TERM\nkill -USR1 $PPID\nfor i in {{1..600}}; do /bin/sleep 0.1; done"
@@ -335,7 +335,7 @@ def test_an_example_is_made_warmed_up_and_trained(clone: Path, words: list[str],
 
 @pytest.fixture(scope="module")
 def smoke_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of scripts/smoke.sh."""
+    """Returns the model of scripts/smoke.sh."""
     return tiny_model.make_tiny_model(tmp_path_factory.mktemp("smoke"))
 
 

@@ -37,7 +37,9 @@ class Process:
         )
 
     def __call__(self, line: str) -> Any:
-        """The value of a Python expression there, or None for a statement; {"error": N} where CUDA returned N."""
+        """Returns the value of a Python expression in that process, or None for a statement; {"error": N} where CUDA
+        returned N.
+        """
         assert self.child.stdin is not None and self.child.stdout is not None
         print(line, file=self.child.stdin, flush=True)
         return json.loads(self.child.stdout.readline())
@@ -98,7 +100,7 @@ def test_devices_are_counted_apart_and_chosen_by_number_or_uuid(start: Starts) -
 
 
 def test_memory_mapped_anew_keeps_its_address_and_not_its_bytes(start: Starts, log: Path) -> None:
-    """The calls of vLLM's sleeping allocator: unmapped memory is given back, and its addresses stay reserved."""
+    """Unmapped memory is given back, and its addresses stay reserved, under the calls of vLLM's sleeping allocator."""
     process = start()
     process("size = 8 * GRAIN; at = reserve(size); handle = create(size); map_at(at, size, handle); write(at, 'held')")
     assert process("read(at, 4)") == "held" and process("nvml_used()") == 8 * GRAIN
@@ -204,7 +206,7 @@ LATE = {"SOFTGPU_LATE": "1", "SOFTGPU_LATE_US": "60000"}
 
 
 def test_late_copies_are_seen_by_those_who_wait_for_them_only(start: Starts) -> None:
-    """Without a wait the old bytes are read, on the host and on another stream; with one, the new."""
+    """The old bytes are read without a wait, on the host and on another stream; the new ones with it."""
     process = start(**LATE)
     process("one, two = stream(), stream(); a, b, c = (malloc(GRAIN) for _ in range(3)); write(a, 'new!')")
     seen = set()

@@ -1,4 +1,6 @@
-"""The order of the tests: a module's are found by its name or by tests/README.md, and names can be read at a glance."""
+"""The order of the tests: a module's tests are found by name or in tests/README.md, and their names are short
+enough.
+"""
 
 import re
 from pathlib import Path
@@ -13,7 +15,7 @@ LONG = 150
 
 
 def listed() -> dict[str, str]:
-    """By module, the second cell of its row in the table of modules that are tested elsewhere."""
+    """Maps each module in the table of modules tested elsewhere to the second cell of its row."""
     descriptions = {}
     for row in README.partition("## Modules that are tested elsewhere")[2].splitlines():
         if len(cells := row.strip("|").split("|")) == 2:

@@ -19,7 +19,7 @@ BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE", "scripts/site")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of a copy of the source, since setuptools leaves files there."""
+    """Builds the wheel from a copy of the source, since setuptools leaves files there."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in (*PACKAGES, "tests/support", *BUILD_FILES):
         source, copy = ROOT / name, folder / "source" / name
@@ -63,7 +63,7 @@ def test_the_wheels_metadata_names_command_licence_and_addresses(wheel: zipfile.
 
 
 def test_commands_of_an_installed_wheel_find_schema_and_templates(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """It is unpacked outside the repository, and comes before an installed clone."""
+    """The wheel is unpacked outside the repository, and is imported before an installed clone."""
     wheel.extractall(tmp_path / "site")
     (tmp_path / "here").mkdir()
 

@@ -29,7 +29,7 @@ def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
 
 
 def test_a_turn_continues_the_turn_before_it_and_not_an_earlier_one() -> None:
-    """Its prompt begins with the ids of both."""
+    """A turn whose prompt begins with the ids of two turns continues the later one."""
     first = generation([1, 2], [10])
     second = generation([*first.ids, 3], [11])
     (t,) = captured(first, second, generation([*second.ids, 4], [12])).trajectories()
@@ -64,7 +64,9 @@ SPANS = st.lists(
 
 @given(SPANS)
 def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, list[int], list[int]]]) -> None:
-    """Random trees: each generation goes on from an earlier one, or begins anew; ids collide often."""
+    """The sums agree for random trees, in which generations continue earlier ones or begin anew, and ids
+    collide often.
+    """
     made: list[Generation] = []
     for parent, between, answer in spans:
         prompt = [*(made[parent].ids if parent < len(made) else [1]), *between]
@@ -78,7 +80,9 @@ def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, li
 
 
 def test_empty_answers_that_a_client_leaves_out_are_put_back() -> None:
-    """openai-agents goes on as a user, pydantic-ai as the system; an answer that is there stays the only one."""
+    """Omitted empty answers are restored, as openai-agents continues as a user and pydantic-ai as the system; an answer
+    that is present stays the only one.
+    """
     asked, empty = [{"role": "user", "content": "q"}], {"role": "assistant", "content": ""}
     conversation = ServedConversation("key", answered_empty={as_key(asked)})
     for role in ("user", "system", "developer"):

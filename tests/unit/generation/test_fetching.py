@@ -57,7 +57,7 @@ def internet() -> Iterator[ThreadingHTTPServer]:
 
 @pytest.fixture
 def at(internet: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The public server's base address: of all of loopback, 127.0.0.3 alone counts as public."""
+    """Returns the public server's base address; of all loopback addresses, 127.0.0.3 alone counts as public."""
     monkeypatch.setattr(fetching, "is_public", lambda address: address == "127.0.0.3" or is_public(address))
     return f"http://127.0.0.3:{internet.server_address[1]}"
 

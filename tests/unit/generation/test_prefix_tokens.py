@@ -45,7 +45,7 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]], open
 
 
 def talk(*texts: str) -> list[dict[str, Any]]:
-    """Messages of user and assistant in turn."""
+    """Returns messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -125,7 +125,9 @@ def test_text_after_the_end_of_an_answer_is_the_templates(tokenizer: PreTrainedT
 
 @pytest.mark.parametrize("template", [CHAT + OPENING, FORGETFUL, INSTRUCT, SHORT])
 def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    """Four turns; each prompt begins with the whole of the turn before, and ends with all that followed its answer."""
+    """In four turns, each prompt begins with the whole turn before it, and ends with everything that followed its
+    answer.
+    """
     messages, ids = talk("q0"), rendered(tokenizer, template, talk("q0"), True)
     for turn in range(1, 4):
         answer = f"<think>hm {turn}</think>so {turn}"
@@ -142,7 +144,7 @@ def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedToke
 
 
 def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    """A tool's reply and a question follow the answer, and the template has dropped two turns before it."""
+    """A tool's reply and a question follow the answer although the template has dropped two turns before it."""
     template = CHAT.replace("in messages", "in messages[-4:]") + OPENING
     messages = [*talk("q0", "a0", "q1", "a1"), {"role": "tool", "content": "42"}, *talk("q2")]
     ids = rendered(tokenizer, CHAT, talk("q0", "a0", "q1", "a1"), False)[:-1]  # sampled up to the end, not the newline
@@ -178,7 +180,7 @@ def test_messages_of_another_conversation_are_refused(
 
 
 def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
-    """The policy ended with another EOS than the template writes; what was sampled stays."""
+    """The policy's EOS, which differs from the template's, stays in the ids."""
     prompt, pad = rendered(tokenizer, CHAT + OPENING, talk("q0"), True), tokenizer.pad_token_id
     ids = [*prompt, *tokenizer("so")["input_ids"], pad]
     result = spliced(
@@ -211,7 +213,9 @@ SAMPLED = st.lists(st.integers(3, 290), max_size=12)  # bytes that are no text, 
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(SAMPLED, st.booleans(), st.text(max_size=8)), min_size=1, max_size=5))
 def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[int], bool, str]]) -> None:
-    """ChatHistory with random ids, some answers cut short, random texts of tools."""
+    """Turns of a ChatHistory with random ids, some answers cut short, and random texts of tools begin with those
+    before.
+    """
     tokenizer = TOKENIZER
     history = ChatHistory(tokenizer)
     messages: list[dict[str, Any]] = talk("start")

@@ -23,7 +23,7 @@ TIMES = 20
 
 
 class NumberedWorker(Worker):
-    """One of several workers of a process: an engine of one, or one of two that cut weights."""
+    """One of several workers of a process: an engine of its own, or one of two that cut weights."""
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
@@ -47,7 +47,9 @@ class Whole:
 
 
 class Apart:
-    """A policy, an engine of one worker and one of two, and a sender to all three. `posted`: kinds of messages."""
+    """A policy, an engine of one worker and one of two, and a sender to all three. `posted` has the kinds of
+    messages.
+    """
 
     def __init__(self, bucket_bytes: int = 1 << 20, shards: bool = True) -> None:
         self.weights = small_weights(0, TIMES)
@@ -65,7 +67,9 @@ class Apart:
         assert [call.result()["error"] for call in joining] == [None] * 3
 
     def send(self, version: int) -> Any:
-        """Other weights; afterwards every worker holds what one that has loaded them by itself does."""
+        """Sends changed weights, and checks that every worker holds the weights of one that has loaded them
+        directly.
+        """
         for name, weight in small_weights(version, TIMES).items():
             self.weights[name].copy_(weight)
         report = self.sender.send(version, self.calls())
@@ -97,7 +101,7 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def test_recorded_weights_are_sent_once_and_verified_on_each_workers_part(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All weights are sent again where the source cannot say what it holds."""
+    """A second send of all weights is needed only where the source cannot say what its rank holds."""
     kinds: list[str] = []
     post = Link.post
     monkeypatch.setattr(Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)])

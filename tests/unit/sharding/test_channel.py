@@ -24,7 +24,7 @@ def do_harm() -> None:
 
 
 class Harmful:
-    """Does something when it is unpickled."""
+    """An object that acts when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
         return do_harm, ()
@@ -42,7 +42,7 @@ GARBAGE = {
 
 
 def raw_socket(endpoint: str) -> "zmq.Socket[bytes]":
-    """A peer that sends whatever it likes."""
+    """Returns the socket of a peer that can send any bytes."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
     return socket
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 def test_a_worker_with_an_invalid_answer_fails_only_its_rank(tmp_path: Path, garbage: bytes) -> None:
-    """The rank notes it, and goes on with the others' collectives."""
+    """The rank records the failure, and continues with the others' collectives."""
     listener = Listener(tmp_path, "weights-0")
     worker = raw_socket(listener.endpoint)
     hello = {"kind": "hello", "secret": listener.secret, "device_id": "cpu:0", "pid": 1}

@@ -63,7 +63,7 @@ class FakeIpc:
         self.limbo -= {name for name in self.limbo if self.counters[name] == 0}
 
     def empty(self, size: int, dtype: torch.dtype = torch.uint8, device: object = None) -> torch.Tensor:
-        """Device memory; the device keeps its blocks."""
+        """Allocates device memory; the device keeps its blocks."""
         if not size:
             return torch.tensor([], dtype=dtype)
         self._blocks.append(ctypes.create_string_buffer(size))
@@ -88,7 +88,7 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
 
 
 class Script:
-    """A channel that says what it was told to, through the real packing."""
+    """A channel that delivers scripted messages through the real packing."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []

@@ -24,13 +24,13 @@ VIEWS = st.tuples(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and windows so small that a few elements fill several."""
+    """Makes blocks and windows so small that a few elements fill several."""
     monkeypatch.setattr(digests, "BLOCK", 8)
     monkeypatch.setattr(digests, "WINDOW", 4)
 
 
 def places(view: View) -> list[int]:
-    """The number of each element of a view, by a loop."""
+    """Returns the number of each element of a view, by a loop."""
     offset, shape, stride = view
     indices = itertools.product(*map(range, shape))
     return [offset + sum(i * s for i, s in zip(index, stride, strict=True)) for index in indices]
@@ -54,7 +54,7 @@ def test_sums_are_what_python_integers_give(dtype: torch.dtype, turned: bool, co
 
 
 def lines_of(block: Tensor) -> list[tuple[int, ...]]:
-    """By Python: the bytes of all elements in order, and zeros up to a whole line of 128 words."""
+    """Returns, in plain Python, the bytes of all elements in order, with zeros up to a whole line of 128 words."""
     raw = bytes(block.contiguous().view(torch.uint8).flatten().tolist())
     raw += bytes(-len(raw) % 1024)
     return [struct.unpack("128q", raw[first : first + 1024]) for first in range(0, len(raw), 1024)]
@@ -95,7 +95,9 @@ def test_up_to_three_wrong_bits_anywhere_change_the_digest(wrong: list[tuple[int
 
 @pytest.mark.parametrize("far", [1, 2, 256, 2**15, 2**15 + 256, 2**15 + 258])
 def test_a_value_and_its_negative_that_changed_places_change_it(far: int) -> None:
-    """A word, a line, a page apart, and in several of these directions; their signs are alone at the top of words."""
+    """A value and its negative that swap places change the digest, one word, line or page apart and in several of these
+    directions.
+    """
     weight = torch.zeros(3 * 2**15)
     for first in (0, 1, 2**14 + 3):
         weight.zero_()
@@ -138,7 +140,9 @@ def test_windows_reach_every_element_in_the_end() -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, seed: int | None) -> None:
-    """However it is cut, within words too, and whatever view of it a worker reads: rows, columns, turned, all."""
+    """The parts add up however the weight is cut, within words too, and for any view that a worker reads: rows,
+    columns, transposed, all.
+    """
     generator, draw = torch.Generator().manual_seed(3), random.Random(0)
     weight = (torch.randn(11, 6, generator=generator) * 50).to(dtype)
     for _ in range(20):
@@ -165,7 +169,9 @@ def test_parts_are_cast_as_they_are_sent() -> None:
 
 
 def test_weights_that_threads_share_have_the_digests_that_they_have_one_by_one() -> None:
-    """Also where they lie in pieces, so that each is copied to a thread's own memory first."""
+    """Digests by several threads equal those by one, also for weights in pieces, which are first copied to a thread's
+    memory.
+    """
     generator = torch.Generator().manual_seed(3)
     weights = {str(n): [torch.randn(600, 500, generator=generator)[:, n : n + 400]] for n in range(60)}
     expected = {name: digest_of(tensors, None) for name, tensors in weights.items()}

@@ -33,7 +33,9 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([512, 2048, 5120]))
 def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int], shards: int, bound: int) -> None:
-    """A parameter of several tensors, whose elements are their own numbers; cut, padded and gathered by hand."""
+    """The parts of a parameter of several tensors, whose elements are their own numbers, equal a cut, padded and
+    gathered copy.
+    """
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     pieces = tuple(Piece(str(n), "float32", (size,), 4 * ends[n]) for n, size in enumerate(sizes))
     shard = math.ceil(ends[-1] / shards)
@@ -83,7 +85,7 @@ VIEWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, ma
 def test_a_copy_is_cut_into_the_ranges_that_counting_elements_gives(
     dimensions: list[tuple[int, int]], offset: int, first: int, count: int
 ) -> None:
-    """Any strides, also such that rows overlap; against all elements of the view, one by one."""
+    """Views of any strides, also overlapping ones, are compared with a count of all elements, one by one."""
     shape, stride = (tuple(column) for column in zip(*dimensions, strict=True))
     places = offset + sum(
         torch.arange(n).view(-1, *[1] * (len(shape) - 1 - i)) * s for i, (n, s) in enumerate(dimensions)
@@ -100,7 +102,7 @@ def test_a_copy_is_cut_into_the_ranges_that_counting_elements_gives(
 def started(
     tmp_path: Path, rank: int = 0, ranks: int = 1, times: int = TIMES, **options: object
 ) -> tuple[InProcess, dict[str, Tensor]]:
-    """After the first sync, which records; the weights are others by now."""
+    """Returns a sync pair after the first sync, which records; the weights have changed since."""
     weights = small_weights(0, times)
     source = FsdpWeightSource(list(weights.items()), torch.float32)
     both = InProcess(source, SmallModel(rank, ranks, times=times), tmp_path, **({"bucket_bytes": BUCKET} | options))
@@ -233,7 +235,7 @@ def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> N
 
 
 class Flat(nn.Module):
-    """Parameters that are their weights."""
+    """A model whose parameters are its weights, one to one."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()

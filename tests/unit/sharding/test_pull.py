@@ -27,7 +27,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pulled(InProcess):
-    """Weights of one rank; the first sync, which records, is done."""
+    """Weights of one rank after the first sync, which records."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Pulled(InProcess):
         self.shards = self.worker.hotbunk_rank.shards  # type: ignore[union-attr]
 
     def train_and_sync(self, version: int) -> None:
-        """Other weights, and a model that has loaded them by itself to compare with."""
+        """Changes the weights, syncs, and returns a model that has loaded them directly, to compare with."""
         for name, weight in small_weights(version).items():
             self.weights[name].copy_(weight)
         for a, b, _ in self.adapters.values():
@@ -66,7 +66,7 @@ class Pulled(InProcess):
             assert torch.equal(model.get_parameter(name), parameter), name
 
     def merged(self, name: str) -> torch.Tensor:
-        """A weight with its adapter, if it has one, a row at a time."""
+        """Returns a weight with its adapter, if it has one, computed row by row."""
         weight = self.weights[name]
         if name not in self.adapters:
             return weight
@@ -170,7 +170,7 @@ def test_a_shard_that_has_other_memory_is_named_before_anything_is_read(pulled: 
 
 @contextmanager
 def while_reading(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> Iterator[None]:
-    """Call it when the worker has copied what it pulls, and has yet to look whether it may."""
+    """Calls a function after the worker has copied what it pulls and before it checks that it was permitted to."""
     copy = recording._copy_all
 
     def copy_and_act(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -51,7 +51,7 @@ MANIFEST = {name: [list(shape), "float32"] for name, shape in SHAPES.items()}
 
 
 def weights(seed: int, start: int = 0) -> list[tuple[str, Tensor]]:
-    """All weights, at changing places of one buffer."""
+    """Returns all weights, at changing places of one buffer."""
     buffer = torch.randn(start + sum(map(math.prod, SHAPES.values())), generator=torch.Generator().manual_seed(seed))
     tensors, end = [], start
     for name, shape in SHAPES.items():
@@ -71,7 +71,7 @@ def record(model: nn.Module, sent: list[tuple[str, Tensor]], complete: bool = Fa
 
 
 def test_a_replay_leaves_the_same_weights_as_the_loaders() -> None:
-    """New weights elsewhere in memory, parameters forgotten: as after a sleep."""
+    """The weights are replayed from other memory into parameters that were overwritten, as after a sleep."""
     model, twin = Fused(), Fused()
     recording = record(model, weights(0))
     assert set(recording.unreplayable) == {"scaled", "narrow"}
@@ -93,7 +93,7 @@ def test_a_weight_that_is_not_read_whole_is_left_to_its_loader_unless_ranks_shar
 
 
 class Overlapping(nn.Module):
-    """Writes a row twice, and another one never."""
+    """A loader that writes one row twice, and another one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,9 @@ def test_a_recording_keeps_no_staging_memory_alive() -> None:
 
 @pytest.mark.parametrize("wrong", [1, -1, 4])
 def test_a_recording_with_a_wrong_offset_differs_from_the_loaders(wrong: int) -> None:
-    """Found by comparing, as a verified sync does it: by the loaders, which know nothing of the recording."""
+    """A comparison with the loaders, which know nothing of the recording, finds the wrong offset, as a verified sync
+    does.
+    """
     import dataclasses
 
     model = Fused()
@@ -150,7 +152,7 @@ def test_a_recording_with_a_wrong_offset_differs_from_the_loaders(wrong: int) ->
 
 
 def test_memory_that_no_longer_holds_a_weight_is_not_taken_for_it() -> None:
-    """Copies of weights are given back once they are loaded, and a later loader's results may lie where they lay."""
+    """Copies of weights are freed once they are loaded, and a later loader's results may have the same address."""
     watcher = LoadWatcher()
     memory = torch.zeros(8)
     weight = torch.frombuffer(memory.numpy(), dtype=torch.float32)  # a storage of its own, in the same memory
@@ -172,7 +174,7 @@ VIEWS = st.lists(
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(1, 24))
 def test_coverage_equals_a_count_of_elements(views: list, elements: int) -> None:
-    """Against a loop over every index of every view."""
+    """The coverage is compared with a loop over every index of every view."""
     flat: list[View] = [(o, tuple(n for n, _ in dims), tuple(s for _, s in dims)) for o, dims in views]
     seen = [
         offset + sum(i * s for i, s in zip(index, stride, strict=True))

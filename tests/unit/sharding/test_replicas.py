@@ -40,7 +40,7 @@ RECEIVE = "update_weights_from_collective"
 
 
 class FakeReplica:
-    """In the place of a `Replica`; `dying` names the call in which one dies, `wrong` the one that says an error."""
+    """Stands for a `Replica`; `dying` names the call in which one dies, `wrong` the call that reports an error."""
 
     dying: ClassVar[dict[str, str]] = {}
     wrong: ClassVar[dict[str, str]] = {}
@@ -69,7 +69,7 @@ class FakeReplica:
 
 
 class Sender:
-    """In the place of a `CollectiveSender`: it notes with how many workers it sends which session."""
+    """Stands for a `CollectiveSender`: it records each session and the number of workers that it sends to."""
 
     sent: ClassVar[list[tuple[int, int]]] = []
 
@@ -93,7 +93,7 @@ class Sender:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicatedEngine]:
-    """Two replicas, of which one may die."""
+    """Returns two replicas, of which one may die."""
     monkeypatch.setattr(engine_replicas, "Replica", FakeReplica)
     monkeypatch.setattr(orders, "cluster_address", str)
     FakeReplica.dying, FakeReplica.wrong, Sender.sent = {}, {}, []
@@ -109,7 +109,7 @@ def leader(engine: ReplicatedEngine) -> Iterator[Leader]:
 
 
 def updates(leader: Leader, count: int) -> list[Future[Any]]:
-    """So many updates, at both ends."""
+    """Runs so many updates, at both ends."""
     store = dist.HashStore()
     source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
     train = EnginesApart(source, torch.device("cpu"), SETTINGS, range(1, 2), store)

@@ -1,4 +1,4 @@
-"""Which modules of an engine keep their weights as they are loaded."""
+"""The modules of an engine that keep their weights as they are loaded."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ def with_method(name: str, **attributes: object) -> nn.Module:
 
 
 def test_experts_are_replayed_where_the_kernels_keep_them_and_reloaded_elsewhere() -> None:
-    """vLLM's own conversion says which: the same memory, with the same values in it."""
+    """vLLM's own conversion decides: experts are replayed if it keeps the same memory with the same values."""
     backends = UnquantizedMoeBackend
     for backend in (backends.TRITON, backends.BATCHED_TRITON, backends.FLASHINFER_CUTLASS, backends.CPU):
         experts = with_method("UnquantizedFusedMoEMethod", unquantized_backend=backend)

@@ -1,4 +1,4 @@
-"""Which weights an engine can share with the trainer, and where they lie in its memory."""
+"""The weights that an engine can share with the trainer, and their places in its memory."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
-    """A loader that has recorded an update of these weights."""
+    """Returns a loader that has recorded an update of these weights."""
     worker = Worker.of(model)
     loader = WeightLoader(model, worker.vllm_config)  # type: ignore[arg-type]
     weights = {name: weight for name, weight in small_weights(1).items() if name in names}
@@ -34,13 +34,13 @@ def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
 
 
 def source_parameter(name: str, *pieces: tuple[str, tuple[int, ...], int]) -> SourceParameter:
-    """A parameter of float32 pieces: name, shape, offset in bytes."""
+    """Returns a parameter of float32 pieces, each with name, shape, and offset in bytes."""
     parts = tuple(Piece(n, "float32", shape, offset) for n, shape, offset in pieces)
     return SourceParameter(name, sum(4 * torch.Size(p.shape).numel() for p in parts), parts)
 
 
 def opened(shared: SharedWeights, parameters: list[SourceParameter]) -> dict[str, Tensor]:
-    """The parameters' memory, as the trainer sees it."""
+    """Returns the parameters' memory, as the trainer sees it."""
     storages = open_memory(shared.handle, CPU)
     return {parameter.name: memory_of(parameter, shared.places, storages) for parameter in parameters}
 
@@ -74,7 +74,7 @@ def test_weights_that_the_trainer_writes_are_in_the_model_and_no_others_change(
 def test_a_fused_parameter_is_found_where_its_parts_are_neighbours(
     shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
 ) -> None:
-    """Transformers keeps some weights fused, as vLLM does: then one is the other."""
+    """A weight that Transformers keeps fused, as vLLM does, is shared as one."""
     model, weights, _ = shared
     fused = source_parameter("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
     memory = opened(weights, [fused])
@@ -115,7 +115,7 @@ class Pieces(nn.Module):
 def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
     order: tuple[int, ...], held: bool
 ) -> None:
-    """As those of encoders of images are: on the hub in one, in vLLM as of a fused projection."""
+    """Weights of image encoders are one tensor on the hub and parts of a fused projection in vLLM."""
     model, weight = Pieces(*order), torch.randn(12, 6)
     loader = WeightLoader(model, Worker.of(SmallModel()).vllm_config)  # type: ignore[arg-type]
     loader.begin({"qkv": [[12, 6], "float32"]})
@@ -132,7 +132,7 @@ def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
 
 
 def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
-    """An update with weights after all, as after one that failed, replays into the shared memory."""
+    """A later update with weights, as after a failed one, is replayed into the shared memory."""
     model = SmallModel()
     loader = loaded(model, ["a", "b", "columns", "norm"])
     assert loader.recording is not None
@@ -148,7 +148,7 @@ def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
 
 
 def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own worker, as far as it can be here: its sleeping pool is a stand-in."""
+    """vLLM's own worker allocates weights outside its sleeping pool, for which there is a stand-in here."""
     from vllm.v1.worker.gpu_worker import Worker
 
     from sharding.worker.sharing_worker import SharingWorker

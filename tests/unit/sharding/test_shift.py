@@ -1,4 +1,6 @@
-"""Who gives memory to whom, and when, in a generation shift: a manager whose engine and trainer write it down."""
+"""The order in which memory is handed over in a generation shift, written down by an engine and a trainer under a
+manager.
+"""
 
 import asyncio
 import functools
@@ -71,7 +73,7 @@ class FakeTenant:
 
 
 class RecordingManager(ShardingManager):
-    """The real one, but that nothing is sent."""
+    """A real manager that sends nothing."""
 
     def __init__(self, events: Events, folder: Path, plain: bool, shared: bool = False) -> None:
         source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
@@ -160,7 +162,7 @@ def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sle
 
 @pytest.mark.parametrize("dies", [Memory.ASLEEP, Memory.AWAKE, Memory.CLOSED])
 def test_an_engine_starts_again_in_a_trainer_that_has_put_away_what_a_shift_does(tmp_path: Path, dies: Memory) -> None:
-    """Whoever of several engines it was: one that is awake, after another's death, sleeps first."""
+    """Any of several engines can start again; one that is awake after another's death sleeps first."""
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=True)
     policy, critic = FakeTenant("policy", events), FakeTenant("critic", events)
@@ -188,7 +190,7 @@ def test_an_engine_starts_again_in_a_trainer_that_has_put_away_what_a_shift_does
 
 
 def test_a_nonsense_policy_is_told_from_an_engine_with_other_weights(tmp_path: Path) -> None:
-    """Before its weights go, so that they can be searched."""
+    """Invalid weights of the policy are found before it gives up its memory, so that they can be searched."""
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=False)
     policy = FakeTenant("policy", events)
@@ -203,10 +205,10 @@ def test_a_nonsense_policy_is_told_from_an_engine_with_other_weights(tmp_path: P
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_first_parameter_that_is_not_finite_is_named_whichever_rank_has_it(ranks: int) -> None:
-    """Cut as by ZeRO-3, each rank has its part, and nobody else's; whole tensors are the same everywhere."""
+    """Under ZeRO-3 each rank searches only its part; whole tensors are the same on every rank."""
 
     def clause(bad: dict[str, int]) -> str:
-        """`bad`: of each parameter the rank that holds an infinity."""
+        """Returns the clause about parameters, of which `bad` maps names to the rank that holds an infinity."""
         full_tensor, cut = torch.zeros(3, 2), torch.empty(0)
         cut.ds_tensor = torch.zeros(4)  # type: ignore[attr-defined]
         parameters = {"a": full_tensor, "b": cut}

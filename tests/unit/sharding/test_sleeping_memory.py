@@ -61,7 +61,7 @@ class Allocator(TorchDispatchMode):
 
 
 class SleepingModel(SmallModel):
-    """With a padded vocabulary, a buffer, and a cache of keys and values."""
+    """A model with a padded vocabulary, a buffer, and a cache of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class SleepingModel(SmallModel):
 
     @torch.no_grad()
     def generate(self) -> Tensor:
-        """Something of every weight, of padding, of the buffer, and of the cache after it was written."""
+        """Returns a sum over every weight, the padding, the buffer, and the cache after it was written."""
         self.cache.copy_(self.rows[:4])
         sums = [self.cache, self.rows, self.columns, self.norm, self.scaled, self.vocabulary]
         return torch.stack([partial.sum() for partial in sums]).outer(self.frequencies)
@@ -140,7 +140,7 @@ class SleepingLLM:
 
 
 class Policy:
-    """One whose weights' memory is gone while the engine has it."""
+    """A policy whose memory is gone while the engine has it."""
 
     def __init__(self, events: list[str]) -> None:
         self.events, self.version = events, 0
@@ -163,7 +163,7 @@ class Policy:
 
 
 class Shifts:
-    """A manager, its engine and a policy, from a start on which the engine has gone to sleep."""
+    """A manager, its engine and a policy, started, with the engine asleep."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -299,7 +299,7 @@ def test_the_fake_allocator_notices_use_of_sleeping_memory(
     error: type[Exception],
     says: str,
 ) -> None:
-    """Buffers that are not restored, padding that is not filled again, memory that is used before it is mapped."""
+    """The fake detects buffers not restored, padding not filled again, and memory used before it is mapped."""
     shifts.shift()
     fault(monkeypatch)
     with pytest.raises(error, match=says):

@@ -19,7 +19,7 @@ WAYS = {"Staged", "ZeroCopy", "Pull", "Broadcast", "Storage"}
 
 
 class OwnWay:
-    """A way as somebody may write one, without base or transfer; it writes down what it is asked for."""
+    """A user's way of sending weights, without base class or transfer, which records its calls."""
 
     reader, cuts, shares = "own:Reader", False, False
 

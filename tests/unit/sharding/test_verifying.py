@@ -40,7 +40,7 @@ class Trained(FsdpWeightSource):
 
 
 def started(tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object) -> tuple[InProcess, Trained]:
-    """After the first sync, which records."""
+    """Returns a sync pair after the first sync, which records."""
     source = Trained()
     both = InProcess(source, SmallModel(rank, ranks), tmp_path, **settings)
     both.sync(1)
@@ -49,7 +49,7 @@ def started(tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object) -
 
 
 def in_staging(both: InProcess, patch: pytest.MonkeyPatch) -> str:
-    """After it was gathered, before the worker reads it."""
+    """Flips a bit in staging memory after the weights were gathered and before the worker reads them."""
     views = receiver.Receiver._views
 
     def flipped(self: receiver.Receiver, carrier: object, message: dict) -> list:
@@ -80,7 +80,7 @@ def in_a_recorded_target(both: InProcess, patch: pytest.MonkeyPatch) -> str:
 
 
 def in_a_parameter(both: InProcess, patch: pytest.MonkeyPatch) -> str:
-    """After everything was loaded."""
+    """Flips a bit in a parameter after everything was loaded."""
 
     def flipped(self: Recording) -> None:
         both.worker.model.norm.data.view(torch.int32)[6] ^= 1 << 30
@@ -179,7 +179,7 @@ def test_weights_that_share_a_parameter_are_compared_at_their_places() -> None:
 
 
 class Leaving(SmallModel):
-    """Passes over a weight without a word, as vLLM's loaders do."""
+    """A loader that skips a weight silently, as vLLM's loaders do."""
 
     def __init__(self, left: str) -> None:
         super().__init__()

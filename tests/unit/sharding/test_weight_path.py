@@ -218,7 +218,7 @@ def test_released_pages_are_zeros_and_neighbours_are_untouched() -> None:
 
 
 def test_a_worker_opens_device_memory_without_the_event_that_torch_never_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer has synchronised before it posts a bucket."""
+    """No event is needed, since the trainer has synchronised before it posts a bucket."""
     opened: list[tuple[Any, ...]] = []
 
     def open_shared(*arguments: Any) -> torch.UntypedStorage:

@@ -43,7 +43,7 @@ from sharding import WORKER_EXTENSION
 
 
 def numbered(size: int) -> BatchedDataDict:
-    """Sample i is i everywhere."""
+    """Returns a batch whose sample i has the value i everywhere."""
     return BatchedDataDict(
         {"flat": torch.arange(size), "wide": torch.arange(size)[:, None].expand(size, 3), "names": list(range(size))}
     )

@@ -142,7 +142,7 @@ def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, mo
 
 
 def test_the_pages_rlhf_yaml_names_the_models_file(tmp_path: Path) -> None:
-    """Relative to it; its own keys win. A recipe may name the file as well."""
+    """The model's file is found relative to rlhf.yaml, whose own keys win. A recipe may name the file as well."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "sizes.yaml").write_text("seq_length: 48\n")
     (tmp_path / "models" / "vllm.yaml").write_text("includes: [sizes.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
@@ -195,7 +195,7 @@ def test_a_dataset_has_ids_and_text_and_no_empty_prompt() -> None:
 
 
 class WordTokenizer:
-    """Five characters a token, as words are."""
+    """A tokenizer with one token for every five characters, about a word."""
 
     def encode(self, text: str) -> list[str]:
         return [text[i : i + 5] for i in range(0, len(text), 5)]
@@ -205,7 +205,9 @@ class WordTokenizer:
 
 
 def test_prompts_are_measured_in_tokens_and_never_cut_at_their_end() -> None:
-    """The page cut characters: a prompt of 100 characters and 20 tokens lost 70 of them at a limit of 30 tokens."""
+    """Limits on prompts count tokens. ChatLearn's page cut characters: a prompt of 100 characters and 20 tokens lost 70
+    of them at a limit of 30 tokens.
+    """
     tokenizer: Any = WordTokenizer()
     kept = PromptPipeline(["x" * 100], 30, tokenizer)
     assert len(kept[0]["input_ids"]) == 20
@@ -251,7 +253,7 @@ def test_a_batch_is_asked_in_either_mode_prompt_after_prompt() -> None:
 
 
 class Old(VLLMModule):
-    """Bodies as ChatLearn's page prints them."""
+    """A module whose methods have the bodies that ChatLearn's page prints."""
 
     def _add_request(self, data: Any) -> Any:  # type: ignore[override]  # the page's skeleton has no is_eval
         return self._add_request_internal(data["prompt"], data["input_ids"])

@@ -35,7 +35,7 @@ class Broken:
 
 
 class Service:
-    """As an AsyncVLLM looks to the balancer."""
+    """The attributes of an AsyncVLLM that the balancer uses."""
 
     def __init__(self, *pending: int) -> None:
         self.actors = [LoadedEngine(count, 0.5) for count in pending]
@@ -56,7 +56,7 @@ def chosen(balancer: LoadBalancer, prompt: Any = None, times: int = 40) -> set[i
 
 
 def at(balancer: LoadBalancer, index: int) -> str:
-    """A prompt whose prefix belongs to engine `index`."""
+    """Returns a prompt whose prefix belongs to engine `index`."""
     quiet = LoadBalancer(engines(*[0] * len(balancer.actors)))
     return next(text for text in map(str, range(1000)) if quiet.select_actor(text) == index)
 
@@ -131,7 +131,7 @@ def test_equal_kv_cache_is_decided_by_requests() -> None:
 
 
 def test_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
-    """The seed made one up; here the next strategy decides."""
+    """Without a figure for the KV cache the next strategy decides; TorchRL's balancer invents a figure."""
     balancer = LoadBalancer([LoadedEngine(2, 0.1), LoadedEngine(0, None)], ["kv-cache", "requests"])
     assert chosen(balancer) == {1}
     assert "engine 1 has not reported its KV-cache use" in caplog.text
@@ -259,7 +259,9 @@ def test_statistics_have_the_promised_keys() -> None:
 
 
 def test_an_engine_is_asked_once_a_choice() -> None:
-    """And never over a wire: the answers are attributes of objects in this process."""
+    """A choice reads each engine's load once, from attributes of objects in this process and never over a
+    connection.
+    """
     listed = engines(9, 0, 0, 0)
     balancer = LoadBalancer(listed)
     balancer.select_actor(at(balancer, 0))
@@ -268,7 +270,9 @@ def test_an_engine_is_asked_once_a_choice() -> None:
 
 @pytest.mark.parametrize("strategy", [None, "requests"])
 def test_a_burst_is_routed_by_the_requests_just_submitted(strategy: str | None) -> None:
-    """64 requests with one prompt before any of them finishes: no engine gets more than its overload allows."""
+    """No engine gets more than its overload permits when 64 requests with one prompt arrive before any of them
+    finishes.
+    """
     loads = [EngineLoad() for _ in range(4)]
     balancer = LoadBalancer(loads, strategy)
     for _ in range(64):

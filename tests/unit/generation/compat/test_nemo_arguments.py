@@ -124,7 +124,7 @@ APART = {"generate", "generate_async", "generate_text", "generate_text_async", "
 
 
 class Recorder:
-    """In the place of an engine or a worker: it notes all that it is asked."""
+    """Stands for an engine or a worker, and records every call."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -138,18 +138,18 @@ class Recorder:
 
 
 def parameters_of(function: Any) -> list[str]:
-    """Its parameters; Ray adds one of its own to the methods of a class of which it has made an actor."""
+    """Returns the names of a method's parameters, without the one that Ray adds to the methods of an actor's class."""
     return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
 
 
 def taking_arguments(kind: type) -> list[str]:
-    """Public methods of the class itself that take something."""
+    """Lists the public methods of the class itself that take arguments."""
     methods = {name: m for name, m in vars(kind).items() if inspect.isfunction(m) and not name.startswith("_")}
     return sorted(name for name, m in methods.items() if len(parameters_of(m)) > 1 and name not in APART)
 
 
 def heard_of(method: Any, heard: list[Any]) -> dict[str, Any]:
-    """Call it with a value for each argument; the arguments whose values nobody has heard of."""
+    """Calls a method with a value for each argument; returns the arguments whose values reached nobody."""
     arguments = {name: VALUES[name] for name in parameters_of(method)}
     if "endpoints" in arguments and inspect.iscoroutinefunction(method):
         arguments["endpoints"] = arguments["endpoints"][0]
@@ -185,7 +185,9 @@ def test_every_argument_reaches_the_workers(name: str) -> None:
 
 
 def test_constructors_take_the_documented_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` bounds every wait: here that for an engine which does not start."""
+    """Constructors take these arguments and no others. `timeout` bounds every wait: here the wait for an engine that
+    does not start.
+    """
     expected = ["self", "config", "bundle_indices", "fraction_of_gpus", "seed"]
     assert parameters_of(VllmAsyncGenerationWorker.__init__) == expected
     assert parameters_of(VllmGenerationWorker.__init__) == [*expected, "timeout"]

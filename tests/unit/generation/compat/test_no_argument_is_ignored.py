@@ -41,7 +41,7 @@ SAMPLER = {"sampler": "a:b"}
 
 
 def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe that agrees with `SIZES`."""
+    """Returns a recipe that agrees with `SIZES`."""
     defaults = {"engine": {"max_model_len": 64}, "sampling": {"max_tokens": 16}, "model": {"path": "m"}}
     merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections} | {"rollout": SAMPLER}
     return TrainConfig.model_validate({"data": {"path": "d"}} | merged).model_dump()
@@ -69,7 +69,9 @@ def test_a_hyper_parameter_changes_the_settings_or_is_refused(name: str) -> None
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_a_hyper_parameter_applies_in_training_or_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Applies: requests are otherwise, or the names of what they are made of; its row says which of both."""
+    """A hyper-parameter that applies changes the requests or the names of their parts; its row in the page says
+    which.
+    """
     assert re.search(rf"`{name}\b", CHATLEARN) or (name.startswith("disable_") and "`disable_…`" in CHATLEARN) or (
         "penalty" in name and "the penalties" in CHATLEARN) or (
         name in ("max_num_seqs", "max_concurrent_requests", "generation_batch_size", "micro_batch_size",
@@ -87,7 +89,7 @@ def test_a_hyper_parameter_applies_in_training_or_is_refused(name: str, monkeypa
 
 
 class Noting(VLLMModule):
-    """Keeps the rows of a batch."""
+    """A module that keeps the rows of a batch."""
 
     def _add_request(self, data: Any, is_eval: bool = False) -> Any:
         self.keys = sorted(data)
@@ -95,7 +97,7 @@ class Noting(VLLMModule):
 
 
 def in_training(made: VLLMModule, llm: FakeLLM, evaluation: bool = False, step: int = 3) -> list[PromptText]:
-    """Have a module sample as the trainer does."""
+    """Has a module sample as the trainer does, and returns the prompts."""
     llm.settings = SimpleNamespace(step=step, evaluation=evaluation)  # type: ignore[attr-defined]
     prompts = [PromptText("ab", [5, 6], 0, sample) for sample in range(2)]
     plain = llm.generate
@@ -225,7 +227,7 @@ USED: dict[str, str] = {
 
 
 def documented() -> set[str]:
-    """The arguments of all that both sections of the page name."""
+    """Returns the arguments that both sections of the page name."""
     module = [name for name in re.findall(r"`(\w+)`", CHATLEARN) if inspect.isfunction(vars(VLLMModule).get(name))]
     of_module = {*module, "check_recipe"} - {"setup", "model_provider"}
     places: list[tuple[str, Any]] = [(name, getattr(VLLMModule, name)) for name in of_module]

@@ -47,7 +47,7 @@ def test_padding_errors_are_returned_or_raised(ids: list[list[int]], lengths: li
 
 
 def test_the_idiom_of_nemo_rl_reaches_its_message() -> None:
-    """`is_padded, error_msg = verify_right_padding(...)` raised before it could say anything."""
+    """NeMo RL's `is_padded, error_msg = verify_right_padding(...)` returns its message; it used to raise first."""
     is_padded, error_msg = verify_right_padding(batch([[0, 1]], [1]), pad_value=0)
     assert is_padded is False
     assert "positions [1]" in str(error_msg)

@@ -267,7 +267,7 @@ def test_devices_are_dealt_out() -> None:
 
 
 def test_replicas_on_a_cpu_share_what_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would give 0.9 of all there is to each, and the second not start."""
+    """Replicas on one CPU divide its free memory. vLLM would give 0.9 of it to each, and the second would not start."""
     monkeypatch.setattr(arguments.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
     plain = from_arguments({"model": "m", "max_model_len": 64})
     for count, gib in ((1, 2), (2, 1), (4, 0.5)):
@@ -296,7 +296,9 @@ def test_weights_are_sent_from_a_gpu_without_an_engine(monkeypatch: pytest.Monke
 
 
 def test_ranks_of_the_workers() -> None:
-    """Two engines of two workers: a world of five, their first workers at ranks 1 and 3 (the trainer's is 0)."""
+    """Two engines of two workers form a world of five with the trainer, rank 0; their first workers have ranks
+    1 and 3.
+    """
 
     class Recorder:
         def __init__(self) -> None:
@@ -446,7 +448,7 @@ def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On loopback, closed to others; and it is left as it was where the program has joined one."""
+    """A service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
     joined, left = list[int](), list[str]()
     monkeypatch.setattr(engine_replicas, "join_cluster", joined.append)
     for initialized in (True, False):
@@ -485,7 +487,7 @@ def test_a_tied_head_is_accepted_if_it_equals_the_embedding() -> None:
 def test_a_service_is_an_engine_of_torchrl_where_torchrl_is_imported(
     monkeypatch: pytest.MonkeyPatch, base_is_imported: bool
 ) -> None:
-    """As its clients ask: the real ones do in tests/engine."""
+    """A service passes the instance check of TorchRL's clients; tests/engine has the real clients."""
 
     class RLvLLMEngine(abc.ABC):  # noqa: B024
         pass
@@ -515,7 +517,7 @@ def test_a_cancelled_prompt_says_why() -> None:
 
 
 def test_a_load_from_a_folder_that_fails_on_one_engine_is_over_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next one would find an engine that is at it still."""
+    """A load that fails on one engine ends on all, or the next load would find an engine that is still loading."""
     slow: Future[int] = Future()
     failed = ended(RuntimeError("the folder is empty"))
     monkeypatch.setattr(AsyncVLLM, "_updates", lambda *_: [failed, slow])

@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "interfaces.md").read_text()
 
 
 class Asked(ServiceReplica):
-    """A replica that notes the calls of its engine, and ends them all."""
+    """A replica that records the calls of its engine, and finishes them all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Asked(ServiceReplica):
 
 
 def launched() -> AsyncVLLM:
-    """A service of two engines that are not there."""
+    """Returns a service of two recording replicas in place of engines."""
     made = AsyncVLLM(EngineSettings(model="m", max_model_len=64), 2)
     made.actors += [Asked(), Asked()]
     made._thread = SimpleNamespace()  # type: ignore[assignment]
@@ -52,7 +52,7 @@ def launched() -> AsyncVLLM:
 
 
 def calls_of(work: Callable[[AsyncVLLM], Any]) -> str:
-    """The calls of its engines that a method leads to, and its result, in words."""
+    """Returns, as text, the engine calls that a method leads to, and its result."""
     service = launched()
     result = work(service)
     return repr([[call[:3] for call in asked.calls] for asked in service.actors]) + type(result).__name__  # type: ignore[attr-defined]

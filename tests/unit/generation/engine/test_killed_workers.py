@@ -1,4 +1,4 @@
-"""Shared memory of an engine's workers that were killed goes when the engine is closed. Without an engine."""
+"""Shared memory of an engine's killed workers is removed when the engine is closed; tested without an engine."""
 
 import subprocess
 import sys

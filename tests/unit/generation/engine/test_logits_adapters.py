@@ -34,7 +34,7 @@ def counting(params: SamplingParams) -> Any:
 
 
 def doubling(params: SamplingParams) -> Any:
-    """Works on every request, and in place."""
+    """Doubles the logits of every request, in place."""
     return lambda output_ids, logits: logits.mul_(2)
 
 
@@ -95,7 +95,7 @@ def test_requests_without_processors_cost_nothing_on_the_device() -> None:
 
 
 def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
-    """By any of the forms that recipes have; both interfaces leave out those that it does not name."""
+    """A request names factories in any form that recipes have, and both interfaces leave out those it does not name."""
     arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
     dotted = f"{__name__}.doubling"
     for named in (dotted, f"{__name__}:doubling", {"qualname": dotted}, [{"qualname": dotted}]):

@@ -17,7 +17,7 @@ async def in_time(awaitable: Awaitable[None]) -> None:
 
 
 async def grow(turnstile: Turnstile, slices: int, seen: list[int], unfinished: Unfinished | None = None) -> None:
-    """So many slices of one answer; the versions of each are noted."""
+    """Grows one answer by so many slices, and appends the version of each to `seen`."""
     unfinished = unfinished or answer()
     for _ in range(slices):
         async with turnstile.slice(unfinished) as (version, tokens):

@@ -1,4 +1,4 @@
-"""The bracket around a weight update: when an engine holds a version, and which. Without vLLM."""
+"""The bracket around a weight update: when an engine holds a version, and which one. Tested without vLLM."""
 
 import asyncio
 from dataclasses import replace
@@ -43,7 +43,7 @@ def engine() -> Engine:
 
 
 def run(engine: Engine, version: int | None = None, error: Exception | None = None) -> list[int | None]:
-    """The versions held inside an update and after it."""
+    """Returns the versions held inside an update and after it."""
     held: list[int | None] = []
 
     async def update() -> None:

@@ -10,13 +10,13 @@ NAMES = {"path": ["../../x"], "empty": [""], "twice": ["x", "x"], "large pages":
 
 
 def flood(text: str) -> None:
-    """Write it for ever."""
+    """Writes the text for ever."""
     while True:
         os.write(1, text.encode())
 
 
 def say(request: dict, **result: object) -> None:
-    """Answer a request."""
+    """Answers a request."""
     os.write(1, json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}).encode() + b"\n")
 
 

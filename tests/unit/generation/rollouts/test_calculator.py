@@ -33,7 +33,9 @@ def test_answers_are_right_and_prompts_are_held_out(folder: Path) -> None:
 
 
 def test_transcripts_call_the_recipes_own_tool_and_copy_what_it_says(folder: Path) -> None:
-    """Two fifths guess, three tenths stop after one call, the rest are right."""
+    """Transcripts call the recipe's tool and copy its results: two fifths guess, three tenths stop after one call, the
+    rest are right.
+    """
     calculate = load(f"{ROOT}/scripts/examples/calculator.py:calculate")
     answers = {row["prompt"]: row["answer"] for row in read(folder / "train.jsonl")}
     calls = []

@@ -27,7 +27,7 @@ REPLIES = st.lists(st.text(max_size=40), min_size=6, max_size=6)
 
 
 def agent(tokenizer: Any, replies: list[str], turns: int, **bounds: Any) -> Agent:
-    """Calls a tool in every answer that is not the last."""
+    """Returns an agent that calls a tool in every answer except the last."""
     waiting = list(replies)
 
     def tool() -> str:
@@ -65,7 +65,7 @@ def test_every_prompt_begins_with_all_ids_before_it(answers: list[list[int]], re
 
 
 def test_text_after_an_answer_is_that_of_the_chat_template() -> None:
-    """Against the whole conversation rendered at once, which is what is not done every turn."""
+    """Turns rendered one by one equal the whole conversation rendered at once."""
     engine = ScriptedEngine(lambda ids, seed: spelled(TOKENIZER, "hello"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hello"}]
     added = [{"role": "tool", "content": "<the answer> hello"}, {"role": "user", "content": "b"}]
@@ -89,7 +89,9 @@ def test_a_template_that_hides_answers_is_named() -> None:
 
 
 def test_pad_and_end_in_one_and_tools_that_say_them() -> None:
-    """The mask goes by position, through to the trainer's sample, and by nothing else."""
+    """The mask depends on positions alone, through to the trainer's sample, also where pad and end are one token and
+    tools return it.
+    """
     tokenizer = merging_tokenizer(pad_is_eos=True)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == END
     sampled = iter([[7, END, 8, END], [END]])
@@ -109,7 +111,7 @@ def test_the_response_budget_is_what_the_context_leaves() -> None:
 
 @pytest.mark.parametrize("max_tokens", [100_000, 50])
 def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens: int) -> None:
-    """70,000 characters: more than the context, or cut to 50 tokens first."""
+    """A reply of 70,000 characters exceeds the context, or is first cut to 50 tokens."""
     engine = ScriptedEngine(lambda ids, seed: [7, END], max_model_len=400)
     one = agent(TOKENIZER, ["x" * 70_000, "short", "short"], 2, max_tokens=max_tokens)
     results = sorted(run(engine, tool_rollout(one), [[5], [6], [7]], TOKENIZER), key=lambda t: t.prompt_index)
@@ -126,7 +128,7 @@ def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens
 
 
 def test_an_unfinished_call_of_a_cut_answer_is_not_an_error() -> None:
-    """Truncation is no mistake to answer; what was sampled stays, and the episode says why it ended."""
+    """A truncated answer is not replied to as a mistake; its tokens stay, and the episode says why it ended."""
     engine = ScriptedEngine(lambda ids, seed: [7] * 50, max_model_len=30)
     (done,) = run(engine, tool_rollout(agent(TOKENIZER, [], 5)), [[5, 6]], TOKENIZER)
     assert (done.finish_reason, done.turns, done.response_ids, done.metrics) == ("length", 1, [7] * 28, {})
@@ -169,7 +171,7 @@ def test_a_failing_episode_affects_no_other() -> None:
 
 
 def test_a_trajectory_continues_and_is_recorded_whatever_other_trajectories_do() -> None:
-    """The first has three turns while the other is still at its only one; a lock-step rollout would never end."""
+    """One trajectory finishes three turns during the only turn of another; a lock-step rollout would never end."""
     three_turns = asyncio.Event()
 
     async def slow() -> list[int]:
@@ -195,7 +197,7 @@ def test_a_trajectory_continues_and_is_recorded_whatever_other_trajectories_do()
 
 
 def test_an_episode_that_waits_for_a_tool_gives_its_place_to_another() -> None:
-    """One place and its group's: yet all four are at their tools at the same time."""
+    """All four episodes wait for their tools at the same time, though only one place and its group's are free."""
     everybody = asyncio.Barrier(4)
 
     async def meet() -> str:

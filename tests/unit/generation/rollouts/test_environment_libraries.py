@@ -22,7 +22,7 @@ ASKED = [[{"role": "user", "content": "Play."}]]
 def play(
     cls: type, answers: list[str], row: dict[str, Any] | None = None, turns: int = 16, **kwargs: Any
 ) -> tuple[Trajectory, str]:
-    """The trajectory of an episode with these answers, and all of its text."""
+    """Returns the trajectory of an episode with these answers, and all of its text."""
     left = [say(answer) for answer in answers]
     function = environment_rollout(environment_class(cls, kwargs), kwargs, agent(turns=turns))
     engine = ScriptedEngine(lambda ids, seed: left.pop(0))
@@ -53,7 +53,7 @@ def test_gymnasium_with_actions_as_tools() -> None:
 
 
 def test_gymnasium_with_answers_as_actions() -> None:
-    """Numbers for what has names, lists for a box; observations as JSON."""
+    """Answers are read as numbers for named actions and as lists for a box; observations are written as JSON."""
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     from generation.rollouts.environments.gymnasium import GymText
 
@@ -102,7 +102,9 @@ def walk() -> Iterator[list[str]]:
 
 
 def test_gymnasium_with_numbered_actions_options_and_a_limit_of_steps(walk: list[str]) -> None:
-    """Calls of one turn add up; the space's numbers may begin elsewhere than at 0; NumPy is written as JSON."""
+    """Rewards of the calls of one turn add up, action numbers may begin elsewhere than at 0, and NumPy is written as
+    JSON.
+    """
     import gymnasium
 
     from generation.rollouts.environments.gymnasium import Gym, GymText
@@ -146,7 +148,7 @@ def test_textarena_alone_and_against_an_opponent(tmp_path: Path) -> None:
 
 @contextmanager
 def serving(environment: type) -> Iterator[str]:
-    """The address of an OpenEnv server."""
+    """Yields the address of an OpenEnv server."""
     from ecosystem.openenv_server import server as make_server
 
     with socket.socket() as taken:
@@ -194,7 +196,7 @@ def test_an_observation_of_openenv_is_its_only_text_or_else_json() -> None:
 
 
 def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajectory]:
-    """The trajectories of episodes that run side by side, by the word that their prompt has."""
+    """Returns the trajectories of concurrent episodes, by the word in their prompt."""
     left = {word: [say(answer) for answer in texts] for word, texts in answers.items()}
 
     def next_answer(ids: list[int], seed: int) -> list[int]:
@@ -208,7 +210,9 @@ def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajecto
 
 
 def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
-    """It hangs, fails, or closes; an answer that comes late is not taken for the next action's."""
+    """A server that hangs, fails or closes fails one episode; a late answer is not taken for that of the next
+    action.
+    """
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
     from ecosystem.openenv_server import Adding, Message, Sum
 
@@ -241,7 +245,7 @@ def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
 
 
 def test_rewards_that_are_not_finite_cost_their_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON has no NaN, but Python's reads it."""
+    """A reward of NaN fails its episode: JSON has no NaN, but Python's parser accepts it."""
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
     from ecosystem.openenv_server import Adding
     from openenv.core.generic_client import GenericEnvClient

@@ -49,7 +49,7 @@ def add(x: float, y: float = 1.0) -> float:
 
 
 class Shop:
-    """Counts, per object; nothing is shared between trajectories."""
+    """An environment with a basket per object, so that trajectories share nothing."""
 
     made: ClassVar[list["Shop"]] = []
 
@@ -62,7 +62,7 @@ class Shop:
         return f"Hello {customer}."
 
     async def buy(self, item: str) -> str:
-        """Buy one."""
+        """Puts one item into the basket."""
         await asyncio.sleep(0.05 if item == "pear" else 0)
         self.items.append(item)
         return f"{self.customer} has {', '.join(self.items)}"
@@ -96,7 +96,7 @@ def test_an_environments_public_methods_are_tools() -> None:
 
 
 def test_a_function_that_makes_environments_is_accepted_like_their_class() -> None:
-    """TRL's `environment_factory`; the one made on trial, to see its methods, is closed."""
+    """TRL's `environment_factory` is accepted; the environment made on trial, to read its methods, is closed."""
     Shop.made.clear()
 
     def factory() -> Shop:
@@ -115,7 +115,9 @@ def test_a_function_that_makes_environments_is_accepted_like_their_class() -> No
 
 
 def test_environments_have_state_rewards_and_an_end_of_their_own() -> None:
-    """Two trajectories in turn with each other; rewards for turns and at the end, sync and async; and a function."""
+    """Two trajectories alternate, with rewards for turns and at the end, synchronous and asynchronous, and a reward
+    function.
+    """
     Shop.made.clear()
     queues = {5: [buy("pear", "fig"), say("ok")], 6: [buy("nut"), buy("egg"), say("thanks")]}
     engine = ScriptedEngine(lambda ids, seed: queues[5 if b"Ann" in bytes_of(ids) else 6].pop(0))
@@ -221,7 +223,9 @@ def test_a_recipe_may_name_other_tags() -> None:
 
 
 def test_a_tag_is_found_however_it_tokenises() -> None:
-    """A thousand contexts in canonical and in torn tokens: comparing ids of the tag alone would miss most."""
+    """Tags are found in a thousand contexts, in canonical and in split tokens; comparing the tag's ids would
+    miss most.
+    """
     rng = random.Random(0)
     tag, missed_by_ids = InlineTags().end, 0
     tag_ids = TOKENIZER(tag, add_special_tokens=False)["input_ids"]
@@ -240,7 +244,9 @@ def test_a_tag_is_found_however_it_tokenises() -> None:
 
 
 def test_interleaved_trajectories_never_see_each_others_calls() -> None:
-    """A hundred at once with calls of their own; a shared buffer would mix them up (the thread's second report)."""
+    """A hundred concurrent trajectories get the results of their own calls; a shared buffer would mix them up (the
+    thread's second report).
+    """
     texts = {p: [f"<function>multiply({p}, {k})</function>" for k in (2, 3, 4)] for p in range(5, 105)}
     engine = StoppingEngine({p: [*say("".join(calls), end=False), END] for p, calls in texts.items()})
     results = run(engine, inline_rollout(inline()), [[p] for p in texts], TOKENIZER)

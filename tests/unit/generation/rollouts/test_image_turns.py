@@ -1,4 +1,4 @@
-"""Turns with images: their places in the ids, beside one expansion of the whole conversation."""
+"""Turns with images: their places in the ids equal those in one expansion of the whole conversation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ PICTURES = images(*SIZES)
 
 
 class Looking(ScriptedEngine):
-    """Notes the images of each request, and their places."""
+    """An engine that records the images of each request, and their places."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
@@ -36,7 +36,7 @@ class Looking(ScriptedEngine):
 
 
 class Gallery:
-    """Shows a picture first and another in answer to the first turn."""
+    """An environment that shows one picture first and another in reply to the first turn."""
 
     def reset(self, **row: Any) -> Any:
         return ["look: ", picture(*SIZES[1])]
@@ -58,7 +58,7 @@ def user(*parts: str) -> dict[str, Any]:
 def episode(
     processor: ImageProcessor, answer_ids: list[int], environment: bool = True, **rules: Any
 ) -> tuple[Trajectory, Looking]:
-    """A row with an image, and answers of two turns that are all the same ids."""
+    """Returns the trajectory and the engine of a row with an image and two turns with the same answer."""
     tokenizer, messages = processor.tokenizer, [user("", "what?")]
     agent = Agent(ToolRunner(ToolLimits(images=True), tokenizer), call_parser("hermes", tokenizer), 2, {}, False)
     ids, spans = processor.expand(messages, PICTURES[:1])

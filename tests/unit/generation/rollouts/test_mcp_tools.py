@@ -149,7 +149,9 @@ def converse(
 def test_sessions_are_a_trajectorys_own_or_shared(
     shared: bool, listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers keep state; they see the variables that are meant for them, and none of the trainer's."""
+    """Servers keep state for one trajectory or for all; they see the variables meant for them and none of the
+    trainer's.
+    """
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "key")
     queues = {name: [call("put", item=name), call("put", item=name * 2), say("ok")] for name in "ab"}
     trajectories = converse(listed, tmp_path, queues, env={"SHELF": "oak"}, shared=shared)
@@ -178,7 +180,7 @@ def test_errors_exits_and_hangs_of_a_server_fail_only_their_call(listed: dict, t
 
 
 def test_excessive_or_invalid_output_of_a_server_fails_only_its_call(listed: dict, tmp_path: Path) -> None:
-    """Neither its own next call nor another trajectory notices."""
+    """The next call of the trajectory succeeds, and so does another trajectory."""
     hostile = [call("misbehave", how=how) for how in ("flood", "babble")]
     queues = {"a": [*hostile, call("put", item="x"), say("ok")], "b": [call("put", item="y"), say("ok")]}
     trajectories = converse(listed, tmp_path, queues)
@@ -235,7 +237,7 @@ def test_a_late_answer_is_not_attributed_to_the_next_call(listed: dict, tmp_path
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The address of a server that runs already, and what ends it."""
+    """Yields the address of a running server, and a function that ends it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -257,7 +259,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None
 def test_a_server_may_run_already_and_have_an_address(
     shared: bool, url: tuple[str, Callable[[], None]], tmp_path: Path, listed: dict
 ) -> None:
-    """Its tools are those that it tells; all trajectories have the one server's shelf; it stays when they end."""
+    """The tools are those that the server lists; all trajectories share its shelf; the server outlives them."""
     address, end = url
     there = list_tools([McpServer("shelf", url=address)])
     assert there == listed

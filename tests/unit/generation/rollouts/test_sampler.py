@@ -1,4 +1,4 @@
-"""Samplers without an engine: what their results stand for, and what is said about results that stand for nothing."""
+"""Samplers without an engine: trajectories made of their results, and errors about invalid results."""
 
 import random
 from typing import Any
@@ -33,14 +33,16 @@ def output(
 
 
 def turned(outputs: list[RequestOutput]) -> Trajectory:
-    """The trajectory of the turns that gave these outputs."""
+    """Returns the trajectory of the turns that gave these outputs."""
     return joined([generation for request_output in outputs for generation in generations_of(request_output)])
 
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("alternatives", [0, 2])
 def test_a_trajectory_is_made_of_plain_outputs(flat: bool, alternatives: int) -> None:
-    """Sampled tokens, their log-probabilities, and 0 on whatever stood between them: against a count by hand."""
+    """A trajectory has the sampled tokens, their log-probabilities, and 0 for all tokens between them, as counted by
+    hand.
+    """
     turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
     tokens = turned([output(prompt, answer, flat=flat, alternatives=alternatives) for prompt, answer in turns])
     assert tokens.prompt_ids == [1, 2]
@@ -190,7 +192,7 @@ def test_tool_calls_are_told_apart_by_their_arguments() -> None:
 
 
 def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[PromptReader, PromptText, Generation]:
-    """The forms of prompts that can follow one answer, sampled in a way in which nobody would encode it."""
+    """Returns the forms of prompts that can follow one answer, whose ids differ from any encoding of its text."""
     tokenizer = small_tokenizer()
     settings = RolloutSettings(1, SamplingSettings(8, stop_token_ids=[tokenizer.eos_token_id]), 0, 0, 0)
     messages = [{"role": "user", "content": "hi"}]
@@ -205,7 +207,7 @@ def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[PromptReader
 
 
 def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
-    """7 and 8 are tokens, but not those of the text that came of them: decoded and encoded they would be others."""
+    """Continued prompts keep the sampled tokens 7 and 8, whose text would be encoded to others."""
     prompts, start, answer = prompts_after("ab", [7, 8, 2])
     reply = {"role": "assistant", "content": "ab"}
     [text] = prompts.requests(str(start) + "ab" + "<tool>3")
@@ -220,7 +222,7 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
 
 
 def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> None:
-    """EOS alone has no text; in the words of a sampler nothing was said, but it was sampled."""
+    """An answer of EOS alone has no text, but its token was sampled and is kept."""
     prompts, start, answer = prompts_after("", [2])
     asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])
     assert asked_again.parent is None
@@ -251,7 +253,9 @@ def test_prompts_come_in_all_forms() -> None:
 
 @pytest.mark.parametrize("form", ["text", "ids", "chat"])
 def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
-    """Two prompts, two samples each, all with the same answer; the first prompt is done, and left out."""
+    """Samples with equal answers keep their identity: two prompts, two samples each, of which the first prompt is
+    finished and left out.
+    """
     tokenizer = small_tokenizer()
     settings = RolloutSettings(2, SamplingSettings(8), 0, 0, 0)
     history, messages = History(), [[{"role": "user", "content": name}] for name in "ab"]

@@ -1,4 +1,4 @@
-"""Tools: what can go wrong in a call becomes text, is counted, and is nobody else's business."""
+"""Tools: any failure of a call becomes text, is counted, and affects no other call."""
 
 import asyncio
 import functools
@@ -213,7 +213,9 @@ def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> 
 
 
 def test_a_tool_with_a_rate_is_called_so_often_and_no_other_waits_for_it() -> None:
-    """Calls begin no earlier than their turn, in order, though there is room for all; waiting is not a call's time."""
+    """Calls begin in order and no earlier than the rate permits, though there is room for all; waiting does not count
+    as the call's time.
+    """
     begun: list[tuple[str, float]] = []
 
     async def scarce(x: int) -> int:
@@ -250,7 +252,7 @@ def test_calls_as_hermes_writes_them() -> None:
 
 
 def test_five_lines_are_a_tool_using_rollout() -> None:
-    """A function, a list with it in, and the policy's calls reach it: nothing else is needed."""
+    """A function in a list is enough for the policy's calls to reach it."""
     script = iter([say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")])
     engine = ScriptedEngine(lambda ids, seed: next(script))
     (done,) = run(engine, tool_rollout(agent(add)), [[5, 6]], TOKENIZER)

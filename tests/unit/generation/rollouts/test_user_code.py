@@ -1,4 +1,4 @@
-"""Code that is not ours may raise anything at every level: its episode fails by name, and nothing else does."""
+"""User code may raise anything at every level: its episode fails with a name, and nothing else fails."""
 
 import asyncio
 import threading
@@ -63,7 +63,7 @@ def engine() -> ScriptedEngine:
 
 
 def episodes_of(function: Any) -> list[Trajectory]:
-    """Eight episodes on a thread like the engine's, which is still at work afterwards."""
+    """Runs eight episodes on a thread like the engine's, and checks that the thread still works afterwards."""
     thread, waiting = EngineThread(), list(range(8))
 
     async def score(trajectory: Trajectory) -> None:
@@ -93,7 +93,9 @@ def test_an_episode_fails_with_the_name_of_any_exception_of_a_custom_rollout(err
 
 
 def test_episodes_that_cancel_themselves_are_counted() -> None:
-    """As a library does that cancels its caller's task and forgets to take it back; a task group says nothing of it."""
+    """Episodes cancelled by themselves are counted as failed, as with a library that cancels its caller's task; a task
+    group reports nothing.
+    """
 
     async def leaks(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         done = await answer(llm)
@@ -110,7 +112,7 @@ def test_episodes_that_cancel_themselves_are_counted() -> None:
 
 
 def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
-    """Whoever looks for tasks finds those of others, too."""
+    """An episode can find and cancel the task of another one, which then counts as failed."""
 
     async def cancels_another(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         if llm.prompt_index == 7:
@@ -286,7 +288,7 @@ async def capturing(engine: Any, **_: Any) -> Captured:
 
 
 def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
-    """One episode of a client that is said to have talked to the policy, and another one on the same threads."""
+    """Runs one episode of a client that appears to have talked to the policy, and another one on the same threads."""
 
     async def good(*_: Any) -> float:
         return 0.5
@@ -423,7 +425,9 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode(reward: Any) -> 
 
 @pytest.mark.parametrize("where", ["reward_parts", "metrics"])
 def test_a_name_that_cannot_be_written_fails_its_episode_alone(where: str) -> None:
-    """As a client may call its reward: nothing else of the step would travel between ranks, or to disk."""
+    """A client may give its reward such a name, which would keep the whole step from being sent between ranks or
+    written.
+    """
 
     async def custom(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         done = await answer(llm)

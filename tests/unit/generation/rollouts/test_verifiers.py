@@ -151,7 +151,7 @@ def test_an_environment_without_tasks_is_reported(settings: dict[str, Any]) -> N
 def test_rewards_and_metrics_are_those_of_the_environment(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One agent's: weighted rewards by name. A failed episode says why; the next one is served."""
+    """One agent's rewards are weighted by name; a failed episode says why, and the next one is served."""
     rows = verifiers.rows(settings)
 
     async def play() -> list[Scored | str]:
