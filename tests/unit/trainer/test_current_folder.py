@@ -1,4 +1,4 @@
-"""Started in a folder that has a trainer, a generation and a sharding of its own, ours run; its other code is found."""
+"""Our packages run in a folder that has its own trainer, generation and sharding; its other code is found."""
 
 import json
 import os

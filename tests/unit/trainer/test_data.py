@@ -1,4 +1,4 @@
-"""Prompts: what is read, what is dropped, and that their order needs no memory."""
+"""Prompts: the rows that are read, those that are dropped, and an order that needs no memory."""
 
 import json
 from collections import Counter
@@ -180,7 +180,7 @@ def test_datasets_to_evaluate_on_may_have_columns_of_their_own(tmp_path: Path) -
 
 
 def test_an_answer_may_be_a_field_of_a_column(tmp_path: Path) -> None:
-    """As in the parquet files that verl's recipes make; a column whose name has the dot comes first."""
+    """verl's recipes make such parquet files; a column whose name contains the dot comes first."""
     judged = [{"style": "rule", "ground_truth": "42"}, None, {"style": "rule", "ground_truth": None}]
     rows = {"prompt": ["a", "b", "c"], "reward_model": judged, "plain.answer": [1, 2, 3]}
     path = str(tmp_path / "train.parquet")

@@ -1,4 +1,4 @@
-"""pass@k and majority@k against every subset there is."""
+"""pass@k and majority@k equal averages over every subset."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ def unpack(case: tuple[str, str]) -> tuple[list[str | None], list[bool]]:
 
 
 def vote(votes: list[str | None], right: list[bool], chosen: tuple[int, ...]) -> float:
-    """One vote: the mean of the winners, each worth the share of all its votes that were judged right."""
+    """Returns the value of one vote: the mean over the winners of the share of their votes that were judged right."""
     counts = Counter(votes[i] for i in chosen if votes[i] is not None)
     winners = [answer for answer, count in counts.items() if count == max(counts.values())]
     worth = [[right[i] for i in range(len(votes)) if votes[i] == answer] for answer in winners]
@@ -66,7 +66,7 @@ def test_all_answers_vote_as_one_would_count_them() -> None:
 
 
 def test_many_answers_lose_no_digits() -> None:
-    """The product of 1 - k / (n - right + i) that is used elsewhere, for numbers whose factorials are no floats."""
+    """The usual product of 1 - k / (n - right + i) is the reference, for numbers whose factorials exceed floats."""
     expected = 1.0
     for i in range(10_000 - 5 + 1, 10_000 + 1):
         expected *= 1.0 - 1000 / i

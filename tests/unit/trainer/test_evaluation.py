@@ -41,7 +41,7 @@ from trainer.run.screen import make_console
 
 
 def answer(prompt: int, sample: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any) -> Trajectory:
-    """Three sampled tokens of five; `right` is what the first reward function gave."""
+    """Returns an answer with three sampled tokens of five; `right` is the first reward function's value."""
     tokens = {"response_ids": [7] * 5, "loss_mask": [1, 1, 0, 0, 1], "logprobs": [0.0] * 5}
     parts = {"reward_parts": {"match": right, "form": 9.0}}
     return Trajectory(prompt, sample, [1], vote=vote, reward=reward, **(tokens | parts | fields))
@@ -91,7 +91,7 @@ def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
 
 
 def test_an_answer_in_several_parts_is_one_answer() -> None:
-    """Three conversations came to the right answer, one to a wrong one: half of the answers are right, not 3/4."""
+    """Half of the answers are right, not 3/4: three conversations of one answer are right, one of another is wrong."""
     right, wrong = [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))], answer(0, 1, "5", 0.0)
     figures = dataset_figures(as_answers([*right, wrong]), "match", EvalConfig(k=[1, 2], samples=2))
     expected = {"accuracy": 0.5, "reward": 4.5, "length": 6.0, "truncated": 0.0, "pass@1": 0.5, "pass@2": 1.0}
@@ -109,7 +109,7 @@ def test_an_answer_in_several_parts_is_one_answer() -> None:
 
 
 def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two to the one prompt, one of them in two parts."""
+    """One prompt has two answers, one of them in two parts."""
     held_out = HeldOut("questions", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2)
     recipe = config(eval={"datasets": {"questions": {"path": "questions.jsonl"}}})
     evaluation = SimpleNamespace(config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"]))

@@ -1,4 +1,4 @@
-"""Rows with images: where images are found, what is kept of them, and what is refused."""
+"""Rows with images: where images are found, which data of them is kept, and which rows are refused."""
 
 import asyncio
 import json

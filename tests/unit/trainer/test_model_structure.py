@@ -1,4 +1,4 @@
-"""Operations and rates against torch's own counter, and figures of a step by hand."""
+"""Operations and rates equal torch's own counter, and figures of a step computed by hand."""
 
 import gzip
 import json
@@ -87,7 +87,7 @@ def test_a_module_counts_real_tokens_targets_and_pairs_whether_packed_or_padded(
 
 
 def meter(monkeypatch: pytest.MonkeyPatch, device: str, works: list[Any], name: str = "", dtype: str = "bfloat16"):
-    """A meter whose phases each take two seconds, of two ranks that have done the same."""
+    """Returns a meter with phases of two seconds, for two equal ranks."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(meters.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(meters, "all_reduce_sum", lambda values: {key: 2 * value for key, value in values.items()})
@@ -139,7 +139,7 @@ def test_peaks_are_known_by_the_drivers_names() -> None:
 def test_the_allocators_peaks_are_those_of_the_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On CUDA, whose counters are played: peaks since a reset, and retries since the start."""
+    """On CUDA, simulated here, counters give peaks since a reset, and retries since the start."""
     now = {"allocated_bytes.all.peak": 100, "reserved_bytes.all.peak": 200, "num_alloc_retries": 3}
 
     def reset(device: object) -> None:

@@ -1,4 +1,4 @@
-"""Which failures start engines again, on which ranks, and when there have been too many. Without an engine."""
+"""The failures that restart engines, the ranks that restart them, and the limit on restarts. Without an engine."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -57,7 +57,7 @@ class FakeManager:
 
 
 class Phases:
-    """A watchdog's."""
+    """Stands for the phases of a watchdog."""
 
     aside = Watchdog.aside
     phase = Watchdog.phase
@@ -69,7 +69,7 @@ class Phases:
         self._phases: tuple[Any, ...] = ()
 
     def _arm(self) -> None:
-        """No timer."""
+        """Starts no timer."""
 
 
 def restarts(engine: DyingEngine | None, device: str = "cpu", **sections: Any) -> EngineRestarts:
@@ -106,7 +106,7 @@ def test_a_failure_of_which_no_engine_has_died_ends_the_run_as_it_is() -> None:
 
 
 def test_only_the_dead_engine_starts_again_and_all_ranks_go_along() -> None:
-    """Twice, since the first start fails; of four ranks the first and the third lead."""
+    """The engine starts twice, since the first start fails; of four ranks the first and the third lead."""
 
     def one() -> tuple[list[str], list[Any]]:
         deaths = {0: [], 2: ["gone", "it was not started"]}

@@ -1,4 +1,4 @@
-"""Rewards: what the built-in ones say, what is refused at start, and that a bad one costs only its own answer."""
+"""Rewards: the values of the built-in ones, refusals at start, and bad rewards, which fail only their own answer."""
 
 import asyncio
 import contextlib
@@ -85,7 +85,7 @@ UNUSABLE = {
 
 
 def children() -> list[psutil.Process]:
-    """This process's descendants that a pool has started, watchers and workers."""
+    """Returns this process's descendants that a pool has started, watchers and workers."""
     workers = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -220,7 +220,7 @@ def test_half_a_message_is_waited_for_no_longer_than_a_whole_one(tmp_path: Path)
 
 
 def test_processes_that_a_reward_function_started_end_with_its_worker(tmp_path: Path) -> None:
-    """In a session of its own, without a parent: when the call is late, and when the pool closes."""
+    """They end when a call is late and when the pool closes, although they have their own session and no parent."""
     (tmp_path / "starts.py").write_text(
         "import subprocess, time\n"
         "def starts(completion):\n"
@@ -279,7 +279,7 @@ def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
 
 
 def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: str, tmp_path: Path) -> None:
-    """While it is asked, and while it loads: the answer is what it would have been."""
+    """The answer is the same when the process is killed during the call or while it loads."""
     with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=60, workers=1)) as lonely:
         psutil.Process(lonely._workers[0]._process.pid).kill()
         assert score(lonely, "good") == [RewardResult(1.0, {"rogue": 1.0})]
@@ -298,7 +298,7 @@ def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: st
 
 
 def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
-    """Each by itself is finite: 1e35 times its weight, and two of 3e38 together."""
+    """Each term is finite: 1e35 times its weight, and two of 3e38 together."""
     large, product = 3e38, RewardFunction(name=rogue, weight=1e5, kwargs={"factor": 1e35})
     twice = [RewardFunction(name=rogue, kwargs={"factor": large})] * 2
     for functions, sentence in (
@@ -480,7 +480,7 @@ def test_signatures_that_fit_are_accepted(signatures: Path, name: str, kwargs: d
 
 
 def test_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
-    """In the pool's own process, where the trajectory goes only because a function asks for it."""
+    """Async functions run in the pool's own process, and get the trajectory only if they ask for it."""
     functions = [RewardFunction(name=f"{signatures}:{name}") for name in ("later", "tools_used")]
     seen = Trajectory(0, 0, [1], metrics={"tools/calls": 3.0})
     with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:

@@ -1,4 +1,4 @@
-"""Each formula against a double loop written from its definition."""
+"""Compares each formula with a double loop written from its definition."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dt
 
 
 def count(mask: torch.Tensor, name: str) -> float:
-    """The divisor of a loss: the number of trainable tokens, or of sequences that have any."""
+    """Returns the divisor of a loss: the number of trainable tokens, or of sequences that have any."""
     return float(mask.sum() if name == "token_mean" else mask.any(dim=1).sum())
 
 
@@ -28,7 +28,9 @@ def test_group_relative_advantages_agree_with_the_statistics_module() -> None:
 
 
 def test_groups_without_a_signal_give_exactly_zero() -> None:
-    """0.1 is not representable: the mean of eight differs from it, which a tiny deviation must not blow up."""
+    """The mean of eight rewards of 0.1 differs from 0.1 by rounding, which a tiny standard deviation must not
+    amplify.
+    """
     rewards = torch.tensor([[0.1] * 8, [1e8] * 8, [0.0] * 8])
     for normalize in (True, False):
         assert torch.equal(advantages.group_relative(rewards, normalize), torch.zeros(3, 8))
@@ -119,7 +121,7 @@ def test_losses_and_their_gradients_against_a_loop(name: str) -> None:
 
 
 def by_definition(name: str, r: float, a: float, logp: float) -> tuple[bool, float, float]:
-    """True if bounds took effect; the loss; and its derivative by the log-probability (dr/dlogp = r)."""
+    """Returns whether bounds took effect, the loss, and its derivative by the log-probability (dr/dlogp = r)."""
     if name == "dual clip":
         cut = r > 1.28 if a > 0 else r < 0.8 or r > 2.0
         value = -min(r * a, min(max(r, 0.8), 1.28) * a) if a > 0 else -max(min(r * a, max(r, 0.8) * a), 2.0 * a)
@@ -197,7 +199,9 @@ LOGITS, REFERENCE = noise(9, 5), noise(10, 5).log_softmax(0)
 
 
 def expected_gradient(estimator: str, sampler: torch.Tensor | None = None) -> torch.Tensor:
-    """The estimator's gradient with respect to logits, averaged over every token the sampling policy might draw."""
+    """Returns the estimator's gradient with respect to logits, averaged over every token the sampling policy might
+    draw.
+    """
     logits = LOGITS.clone().requires_grad_()
     policy = logits.log_softmax(0)
     drawn = policy.detach() if sampler is None else sampler
@@ -212,7 +216,9 @@ def true_gradient() -> torch.Tensor:
 
 
 def test_gradients_of_kl_estimators_compared_with_that_of_the_divergence() -> None:
-    """k2's and the weighted k3's are, k1's is zero on average, k3's is something else."""
+    """The gradients of k2 and the weighted k3 equal the divergence's, k1's is zero on average, and k3's is
+    another one.
+    """
     torch.testing.assert_close(expected_gradient("k2"), true_gradient())
     torch.testing.assert_close(expected_gradient("unbiased_k3"), true_gradient())
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(5, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Advantages and returns against loops written from their definitions."""
+"""Advantages and returns equal loops written from their definitions."""
 
 import statistics
 
@@ -39,7 +39,7 @@ def test_max_rl_against_a_loop() -> None:
 
 
 def test_max_rl_is_the_mean_over_successes() -> None:
-    """With 0/1 rewards it averages score functions over successes, less their plain mean (a control variate)."""
+    """For 0/1 rewards, MaxRL averages score functions over successes, less their plain mean (a control variate)."""
     scores = torch.randn(8)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1])
     estimate = (advantages.max_rl(rewards.unsqueeze(0))[0] * scores).mean()
@@ -89,7 +89,7 @@ def test_reinforce_pp_with_a_baseline_is_the_centred_rewards_whitened_over_the_s
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1e8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (50, 40)])
 def test_a_step_without_spread_is_whitened_to_exactly_zero(value: float, shape: tuple[int, int]) -> None:
-    """The difference of two sums of squares is not 0 then, and may even be negative."""
+    """Rounding makes the difference of two sums of squares nonzero, or even negative, where there is no spread."""
     values, mask, zeros = torch.full(shape, value, dtype=torch.float64), torch.ones(shape), torch.zeros(shape)
     assert torch.equal(advantages.whiten(values, mask, advantages.moments(values, mask)), zeros)
     assert torch.equal(advantages.whiten(values, zeros, advantages.moments(values, zeros)), zeros)
@@ -194,7 +194,7 @@ def test_turn_relative_against_a_loop(normalize: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_turns_with_equal_returns_get_exactly_zero(size: int) -> None:
-    """Whatever the rounding of their mean, which is off for some of these."""
+    """Equal returns give zero although the rounded mean differs from some of them."""
     alike = torch.randn(20, 1, 4).expand(20, size, 4)
     for normalize in (True, False):
         assert not advantages.turn_relative(alike, torch.ones(20, size, 4), normalize).any()

@@ -1,4 +1,4 @@
-"""Rollout corrections, length shaping and dynamic sampling against loops written from their definitions."""
+"""Rollout corrections, length shaping and dynamic sampling equal loops written from their definitions."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_extreme_ratios_stay_finite_on_every_level(level: str) -> None:
 
 
 def test_geometric_masking_with_token_weights_and_its_metrics_against_loops() -> None:
-    """One level decides what is kept, another how it is weighted."""
+    """Ratios of one level decide which tokens are kept, ratios of another level weight them."""
     old, engine = log_probabilities()
     ratios = corrections.rollout_ratios(old, engine, MASK)
     kept = corrections.within(corrections.rollout_ratios(old, engine, MASK, "geometric"), 0.6, 1.8)
@@ -100,7 +100,7 @@ def test_correction_metrics_of_equal_policies_and_of_no_tokens() -> None:
 
 
 def test_stale_samples_are_left_out_only_where_they_are_bad() -> None:
-    """Too far on the average of its tokens and bad; too far but good; near enough; far only where it is masked."""
+    """Four samples: too far on average and bad; too far but good; near enough; far only where it is masked."""
     policy = torch.tensor([[-3.0, -3.0], [-3.0, -3.0], [-1.4, -1.4], [-3.0, -1.0]])
     engine = torch.full((4, 2), -1.0)
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 1]])

@@ -53,7 +53,7 @@ CORRECTIONS = {
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int], int]:
-    """Sequences as lists of mask bits, how they are dealt out to micro-batches, the padding of each, and a seed."""
+    """Draws sequences as lists of mask bits, their micro-batches, the padding of each, and a seed."""
     sequences = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5))
     sequences.append([1])
     bins = draw(st.lists(st.integers(0, 3), min_size=len(sequences), max_size=len(sequences)))
@@ -62,7 +62,7 @@ def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int],
 
 
 def tensors(sequences: list[list[int]], seed: int) -> Rows:
-    """The whole step in one batch; `new` and `entropy` are the leaves that gradients are taken of."""
+    """Returns the whole step in one batch; `new` and `entropy` are the leaves that gradients are taken of."""
     generator = torch.Generator().manual_seed(seed)
     width = max(map(len, sequences))
     mask = torch.tensor([row + [0] * (width - len(row)) for row in sequences], dtype=torch.float64)
@@ -85,7 +85,7 @@ def tensors(sequences: list[list[int]], seed: int) -> Rows:
 
 
 def part(rows: Rows, indices: list[int], lengths: list[int], extra: int, garbage: float) -> Rows:
-    """A micro-batch: some rows, as wide as the longest of them plus some, with garbage where there is no sequence."""
+    """Returns a micro-batch: some rows, wider than the longest of them, with garbage where there is no sequence."""
     width = max((lengths[i] for i in indices), default=1) + extra
     cut: Rows = {}
     for name, tensor in rows.items():
@@ -135,7 +135,7 @@ def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, esti
 @settings(max_examples=15, deadline=None, database=None)
 @given(step=steps(), discount=st.sampled_from([1.0, 0.9]), trace=st.sampled_from([1.0, 0.95, 0.0]))
 def test_token_advantages_do_not_depend_on_the_split(step, discount: float, trace: float) -> None:
-    """Whitened over the step from moments of its parts; padding and masked positions are not seen."""
+    """Advantages are whitened over the step from moments of its parts; padding and masked positions have no effect."""
     sequences, parts, padding, seed = step
     rows, lengths = tensors(sequences, seed), [len(row) for row in sequences]
     batches = [part(rows, indices, lengths, extra, 9.0) for indices, extra in zip(parts, padding, strict=True)]

@@ -1,4 +1,4 @@
-"""The command line: its commands are files, and nobody waits for torch to be told their names."""
+"""The command line: commands are files, and listing them does not import torch."""
 
 import ast
 import builtins
@@ -85,7 +85,7 @@ def test_an_impossible_path_is_one_sentence_in_every_command(
 
 
 def refuse_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel would, for a folder that this user may not enter; root, who may run this, enters all."""
+    """Refuses access below a folder, as the kernel would; the tests may run as root, which may enter every folder."""
 
     def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(path: Any, *arguments: Any, **options: Any) -> Any:

@@ -42,7 +42,7 @@ LAPTOP = replace(
 
 
 def failed(machine: Machine) -> dict[str, str]:
-    """Remedies of what failed, by name."""
+    """Returns the remedies of failed checks, by name."""
     return {finding.what: finding.remedy for finding in judge(machine) if finding.verdict == "failed"}
 
 
@@ -101,7 +101,7 @@ def test_each_fault_fails_in_one_row_with_a_remedy(machine: Machine, what: str, 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe for a model of 32 heads, which has a config.json and an empty file of weights."""
+    """Writes a recipe for a model of 32 heads, which has a config.json and an empty file of weights."""
     sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096}
     model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes | heads

@@ -1,4 +1,4 @@
-"""A run that is not finished can be tried: the policy of a checkpoint is what the policy itself would have exported."""
+"""An unfinished run can be tried: the exported policy of a checkpoint equals an export by the policy itself."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from trainer.run import checkpoint
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process takes ten seconds to import what this one has."""
+    """Exports in this process, since another one takes ten seconds for its imports."""
     monkeypatch.setattr(generate, "ProcessPoolExecutor", lambda number, context: ThreadPoolExecutor(number))
 
 
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def trained(config: TrainConfig, steps: list[int]) -> dict[int, Path]:
-    """Checkpoints of a policy that changes between them, each with what the policy itself exports then."""
+    """Saves checkpoints of a policy that changes between them, each with what the policy itself exports then."""
     policy, _, _ = build_models(config, torch.device("cpu"))
     expected = {}
     config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(r
 
 
 def test_an_export_leaves_no_thread_that_a_fork_would_lose(run: Path) -> None:
-    """The engine is started in a fork of this process, in which what waits for such a thread waits for ever."""
+    """The engine starts in a fork of this process, in which a wait for such a thread would never end."""
     script = (
         "import os, sys\nfrom trainer.commands.generate import model_folder\n"
         "def threads():\n    return len(os.listdir('/proc/self/task'))\n"

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_written_recipe_passes_all_checks(
     with_model: bool, tmp_path: Path, tiny_model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a folder with a space in its name, where the commands that it prints are the ones that were meant."""
+    """The folder has a space in its name, and the commands that are printed work there."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "my own", *(["--model", str(tiny_model())] if with_model else [])]) == 0
     assert "train 'my own/recipe.yaml'\n" in capsys.readouterr().out
@@ -32,7 +32,7 @@ def test_the_written_recipe_passes_all_checks(
 
 
 def test_the_readme_shows_the_written_files(tmp_path: Path) -> None:
-    """The recipe but for its comments, the reward, and the first row."""
+    """The README has the recipe without its comments, the reward, and the first row."""
     command = [sys.executable, "-m", "trainer", "new", "mine", "--model", "x"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, env={"PYTHONPATH": str(ROOT)})
     assert (tmp_path / "mine/reward.py").read_text() in README

@@ -99,7 +99,9 @@ def test_counted_logits_are_at_most_those_of_a_micro_batch(tiny_qwen2: Path) -> 
 
 
 def test_the_plan_shows_the_host_memory_of_routes(tiny_moe: Path) -> None:
-    """Two layers of two experts a token: 4 bytes; held and packed by an engine's rank, received and batched by each."""
+    """Two layers of two experts take 4 bytes a token; an engine's rank holds and packs them, every rank receives and
+    batches them.
+    """
     config = recipe(tiny_moe, sampling={"max_tokens": 2**20 - 100})
     routed = config.model_copy(update={"model": config.model.model_copy(update={"routes": "engine"})})
     lines = dict(batch_lines(routed, 2))
@@ -342,7 +344,9 @@ def test_problems_are_printed_after_the_plan(
 def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is started; the numbers are those of the plan's parts, and neither half of a step may be over."""
+    """The plan is refused before anything starts, with the numbers of its parts; neither half of a step may exceed the
+    device.
+    """
     config = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0})
     model = model_sizes(config, config.model.path, config.lora)
     parts = [*trainer_parts(config, model, 2, 80.0), *engine_parts(config, model, 2, 80.0)]
@@ -365,7 +369,7 @@ def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
 def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(
     tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the sizes of Qwen3-14B's config.json and a tokenizer and data from here."""
+    """The plan has the sizes of Qwen3-14B's config.json, and a small tokenizer and data."""
     model, data, file = tmp_path / "model", tmp_path / "data.jsonl", "long_answers_qwen3_14b_8gpu.yaml"
     sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def cells(lines: Iterator[Sequence[str]]) -> dict[str, list[str]]:
-    """The lines of a table by their first cell."""
+    """Returns the lines of a table by their first cell."""
     return {line[0]: list(line[1:]) for line in lines}
 
 
@@ -85,7 +85,7 @@ def test_failed_rewards_are_reported_by_function_and_kind() -> None:
 
 
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
-    """Step 3 of the rows above has one that is not finite; of these, the first and the last have none at all."""
+    """The gap of one step is not finite, and the first and the last step have none."""
     text = "\n".join(remarks(ROWS))
     assert "gap between trainer and engine: not finite in 1 steps, first in step 3" in text
     assert "not measured" not in text
@@ -125,7 +125,7 @@ def test_answers_in_slices_have_a_line_for_their_age() -> None:
 
 
 def finished(run: Path, state: RunState) -> tuple[dict[str, Any], Report]:
-    """The summary and the last screen of a run that exports no model."""
+    """Returns the summary and the last screen of a run that exports no model."""
     config: Any = SimpleNamespace(run=SimpleNamespace(folder=run), checkpoint=SimpleNamespace(export_hf=False))
     config.model_dump = lambda: yaml.safe_load((run / "config.yaml").read_text())
     prompts, policy = type("Prompts", (list,), {"dropped": 0})(), SimpleNamespace(version=0)

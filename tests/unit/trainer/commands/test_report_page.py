@@ -34,7 +34,7 @@ STEPS = 12
 
 
 def write_run(folder: Path, steps: int = STEPS, text: str = HOSTILE) -> Path:
-    """A run of which every name and text is `text`."""
+    """Writes a run in which every name and text is `text`."""
     folder.mkdir()
     rows = {"metrics": [], "completions": [], "tokens": []}  # type: dict[str, list[dict[str, Any]]]
     for step in range(1, steps + 1):
@@ -84,18 +84,20 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """The value that the script returns."""
+        """Returns the value of the script."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
 
     def wait(self, script: str, seconds: float = 30.0) -> None:
-        """Until the script's value is true."""
+        """Waits until the script's value is true."""
         deadline = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < deadline, f"not true in {seconds:.0f} s: {script}"
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:
-        """The console's messages since the last call, about errors and scripts that the page's policy has blocked."""
+        """Returns the console's messages since the last call, about errors and scripts that the page's policy has
+        blocked.
+        """
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def close(self) -> None:
@@ -204,7 +206,7 @@ def test_a_port_that_is_taken_ends_in_one_sentence(run: Path) -> None:
 
 
 def test_nothing_in_the_json_can_end_its_element() -> None:
-    """A parser of HTML sees `<` only where the template has it; what is read back is the text as it is shown."""
+    """An HTML parser finds `<` only where the template has it, and reads the text back as it is shown."""
     text = embedded({"text": HOSTILE, HOSTILE: [HOSTILE], "gone": float("nan")})
     assert not set("<>&") & set(text) and text.isprintable()
     assert json.loads(text) == {"text": SHOWN, SHOWN: [SHOWN], "gone": None}

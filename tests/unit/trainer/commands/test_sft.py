@@ -1,4 +1,4 @@
-"""Which tokens of a transcript are learned: what the assistant wrote, its end included, and nothing else."""
+"""The tokens of a transcript that are learned: those of the assistant, its end included, and no others."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else m.content[:1]
 def load(
     tmp_path: Path, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, **data: Any
 ) -> list[tuple[str, str]]:
-    """For each sample its whole text, and the text of the tokens that are learned."""
+    """Returns, for each sample, its whole text and the text of the tokens that are learned."""
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainConfig.model_validate(
@@ -57,7 +57,7 @@ def test_a_template_without_an_end_gets_one(tmp_path: Path) -> None:
 
 
 def test_a_warm_start_trains_on_every_assistant_turn_and_nothing_else(tmp_path: Path) -> None:
-    """By position: the user's text is not learned even where it is the same as the assistant's."""
+    """Learned tokens are chosen by position: the user's text is not learned even where it equals the assistant's."""
     turns = [("user", "x"), ("assistant", "x"), ("user", "y"), ("assistant", "z"), ("user", "thanks")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
     got = load(tmp_path, rows, small_tokenizer(CHAT))
@@ -65,7 +65,7 @@ def test_a_warm_start_trains_on_every_assistant_turn_and_nothing_else(tmp_path: 
 
 
 def test_prompts_have_the_ids_they_have_in_a_rollout(tmp_path: Path) -> None:
-    """Prompt and completion are never tokenised across their border."""
+    """No token spans the border between prompt and completion."""
     tokenizer = small_tokenizer(CHAT)
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "ab", "completion": "cd"}))

@@ -1,4 +1,4 @@
-"""Presets and what is set beside them; which choices are refused, and in which words."""
+"""Presets and the keys set beside them; refused combinations and their error messages."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ def problems(algorithm: dict[str, Any], **sections: dict[str, Any]) -> list[str]
 
 
 def alone(preset: str) -> dict[str, Any]:
-    """A preset with what has no default."""
+    """Returns a preset with only the keys that have no default."""
     return {"preset": preset} | ({"teacher": "t"} if preset == "distill" else {})
 
 

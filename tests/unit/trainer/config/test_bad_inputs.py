@@ -38,7 +38,7 @@ def trl_asks(completions, answer, **kwargs): return [1.0]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with which nothing is wrong, and all it names."""
+    """Returns a folder with a valid recipe and all the files it names."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(tmp_path))
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rewrite(name: str, text: str) -> Callable[[Path], None]:
-    """Spoil a file of the folder."""
+    """Overwrites a file of the folder."""
 
     def spoil(folder: Path) -> None:
         (folder / name).write_text(text)
@@ -63,23 +63,23 @@ def rewrite(name: str, text: str) -> Callable[[Path], None]:
 
 
 def remove(name: str) -> Callable[[Path], None]:
-    """Take a file out of the folder."""
+    """Removes a file from the folder."""
     return lambda folder: (folder / name).unlink()
 
 
 def reward(name: str, **kwargs: str) -> list[str]:
-    """The override that names one reward function."""
+    """Returns the override that names one reward function."""
     return ["--reward.functions", json.dumps([{"name": name, "kwargs": kwargs}])]
 
 
 def without_held_out(folder: Path) -> None:
-    """Take the datasets to evaluate on out of the recipe."""
+    """Removes the evaluation datasets from the recipe."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(re.sub(r"eval: .*", "eval: {every: 1}", recipe.read_text()))
 
 
 def nothing(folder: Path) -> None:
-    """Leave the folder as it is."""
+    """Leaves the folder as it is."""
 
 
 # What is done to the folder, what is added to the command line ({0}: the folder), and what the sentence says.
@@ -203,7 +203,7 @@ def test_bad_input_ends_in_one_sentence(
 
 
 def test_rollouts_are_looked_at_before_there_are_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """train.sh asks with --check: one sentence, and no traceback of each rank."""
+    """The launcher checks with --check: one sentence instead of a traceback of each rank."""
     assert main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
     assert "'no.module:f' cannot be loaded" in capsys.readouterr().err
     assert main(["train", str(folder / "recipe.yaml"), "--check"]) == 0

@@ -1,4 +1,4 @@
-"""The recipe: what it may hold, how it is overridden, and what is said about a key that is wrong."""
+"""The recipe: its keys, their overrides, and error messages about wrong keys."""
 
 import re
 import subprocess

@@ -21,7 +21,7 @@ MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """A recipe with which nothing is wrong."""
+    """Returns a valid recipe."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "data.jsonl").touch()
@@ -418,7 +418,7 @@ def test_a_missing_sync_way_is_named(config: dict) -> None:
 def test_a_model_name_that_is_not_a_folder_is_refused_without_a_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By a connection of our own to where the hub should be; what has been fetched before is still found."""
+    """A connection to the hub's address decides, and models fetched before are still found."""
     monkeypatch.setattr("trainer.config.model_file.getproxies", dict)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -1,4 +1,4 @@
-"""One decision on whether CUDA can be used, on machines that are made up; and what engines are started with there."""
+"""The decision whether CUDA can be used, on simulated machines, and the devices that engines start with there."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ from trainer.run.keeper import CheckpointWriter
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes this machine one with a GPU and a driver, and the installed torch a build for some release of CUDA."""
+    """Simulates a machine with a GPU and a driver, and an installed torch built for some release of CUDA."""
     for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_ENABLE_CUDA_COMPATIBILITY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(devices, "gpu_visible", lambda: True)
@@ -216,7 +216,7 @@ ENTRY_POINTS: dict[str, Callable[[str, Path], Any]] = {
 def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
     entry_point: str, tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`_cuda_getDeviceCount` leaves a process whose forked children cannot use CUDA."""
+    """No entry point calls `_cuda_getDeviceCount`, after which forked children cannot use CUDA."""
     started: list[EngineSettings] = []
     counted: list[str] = []
 
@@ -260,7 +260,9 @@ def joined() -> Iterator[None]:
 
 @pytest.fixture
 def on_third_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA as a thread sees it: initialised, on device 0 until the thread chooses another; this thread chose 3."""
+    """Simulates CUDA as a thread sees it: initialised, on device 0 until the thread chooses another; this thread chose
+    3.
+    """
     local = threading.local()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(local, "device", index))
@@ -305,7 +307,9 @@ def test_threads_that_may_touch_tensors_are_on_the_device_of_their_rank(
 def test_a_first_node_whose_name_means_loopback_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As Debian writes a machine's own name into /etc/hosts; gloo on the other nodes would wait for it in vain."""
+    """Debian writes a machine's own name into /etc/hosts like this; gloo on the other nodes would wait for it
+    in vain.
+    """
     several = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first-node", "MASTER_PORT": "29500"}
     for name, value in several.items():
         monkeypatch.setenv(name, value)

@@ -10,7 +10,7 @@ from trainer.errors import UserError
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Write `name=text` as name.yaml; gives the first."""
+    """Writes each `name=text` as name.yaml; returns the path of the first."""
     folder.mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)

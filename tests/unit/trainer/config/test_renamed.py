@@ -1,4 +1,4 @@
-"""Keys that had another name, or are gone: refused in one sentence that says what to do."""
+"""Renamed and removed keys are refused in one sentence that says what to do."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ def recipe(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Weights:
-    """The least that a checkpoint can hold."""
+    """The least state that a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": {"w": torch.zeros(2)}}
@@ -62,7 +62,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def saved_run(config: TrainConfig) -> Path:
-    """The folder of a run of one step, written by the real tracker with a real W&B, and a real checkpoint."""
+    """Returns the folder of a run of one step, written by the real tracker with a real W&B, and a real checkpoint."""
     tracker = make_run_tracker(config, RunState())
     tracker.log(1, {"reward/mean": 1.0})
     tracker.close()

@@ -14,7 +14,7 @@ CUT = {"slice_tokens": 100, "ahead": 1}
 
 
 def recipe(**sections: Any) -> TrainConfig:
-    """Answers of at most 400 tokens."""
+    """Returns a recipe with answers of at most 400 tokens."""
     base: dict[str, Any] = {"sampling": {"max_tokens": 400}, "reward": {"functions": [{"name": "exact_match"}]}}
     return make_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 

@@ -1,4 +1,4 @@
-"""The way of weights that `auto` stands for, and the obstacles to those that are asked for by name."""
+"""The sync way that `auto` stands for, and the obstacles to ways that are asked for by name."""
 
 import json
 from pathlib import Path

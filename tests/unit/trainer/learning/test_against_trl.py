@@ -51,7 +51,9 @@ def batch(spread: float = 0.3, seed: int = 0) -> dict[str, Tensor]:
 
 
 def awkward(kind: str) -> dict[str, Tensor]:
-    """Ratios far from 1, upwards and downwards, under advantages of both signs; "huge" ones only where they are cut."""
+    """Returns ratios far from 1, upwards and downwards, under advantages of both signs; "huge" ones only where they are
+    cut.
+    """
     data = batch()
     far = torch.tensor([[12.0], [12.0], [-12.0], [12.0], [-12.0], [12.0]], dtype=torch.float64)
     if kind == "huge":
@@ -61,7 +63,7 @@ def awkward(kind: str) -> dict[str, Tensor]:
 
 
 def accelerator() -> SimpleNamespace:
-    """One process: what is gathered is what there is."""
+    """Returns an accelerator of one process, which gathers only its own values."""
     return SimpleNamespace(
         gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
         pad_across_processes=lambda x, **_: x, device=torch.device("cpu"), process_index=0, sync_gradients=True,
@@ -69,7 +71,7 @@ def accelerator() -> SimpleNamespace:
 
 
 def grpo(**settings: Any) -> Any:
-    """A GRPOTrainer as its constructor leaves it, as far as `_compute_loss` looks."""
+    """Returns a GRPOTrainer with the attributes that `_compute_loss` uses."""
     trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
     arguments = {
         "delta": None, "use_bias_correction_kl": False, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
@@ -90,7 +92,7 @@ def grpo(**settings: Any) -> Any:
 
 
 def trl_loss(data: dict[str, Tensor], trainer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's loss and its gradients with respect to log-probabilities and entropies."""
+    """Returns TRL's loss and its gradients with respect to log-probabilities and entropies."""
     ids = torch.zeros(data["mask"].shape, dtype=torch.long)
     inputs = {
         "prompt_ids": ids[:, :1], "prompt_mask": torch.ones_like(ids[:, :1]), "completion_ids": ids,
@@ -122,7 +124,7 @@ TOKENS, ROWS = float(sum(LENGTHS) - 2), float(len(LENGTHS))
 
 
 def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
-    """The value of `PolicyLoss` for the batch, with the recipe's keys."""
+    """Returns the value of `PolicyLoss` for the batch, with the recipe's keys."""
     mask, ids = data["mask"], torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
     advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
     rows = list(range(len(LENGTHS)))
@@ -139,7 +141,7 @@ BATCHES = {"ordinary": batch, "far": lambda: awkward("far"), "huge": lambda: awk
 
 
 def surrogate(kind: str, data: dict[str, Tensor]) -> Tensor:
-    """Our loss under TRL's name for it."""
+    """Computes our loss under TRL's name for it."""
     new, advantage = data["new"], data["advantages"]
     level = "geometric" if kind in ("gspo", "luspo") else "token"
     ratio = log_ratio(new, data["old"], data["mask"], level)
@@ -186,7 +188,9 @@ def test_policy_losses_are_trls(
     ],
 )
 def test_the_learners_loss_under_a_preset(data: str, preset: str, settings: dict[str, Any]) -> None:
-    """The whole of it, as the recipe's keys put it together, but for the correction, which TRL's defaults lack."""
+    """The whole loss, assembled from the recipe's keys, equals TRL's, without the correction, which TRL's defaults
+    lack.
+    """
     numbers = BATCHES[data]()
     config = AlgorithmConfig(preset=preset, tis_cap=None)  # type: ignore[arg-type]
     ours = learners_loss(numbers, config)
@@ -252,7 +256,7 @@ def test_a_correction_multiplies_the_loss_before_kl_is_added() -> None:
 
 
 def test_rloo_takes_the_ratio_of_whole_sequences() -> None:
-    """As a value the sequence's loss counts once; the gradient is that of the sum over its tokens."""
+    """The sequence's loss counts once as a value; its gradient is the sum over its tokens."""
     data = batch(spread=0.05)
     trainer = rloo_trainer.RLOOTrainer.__new__(rloo_trainer.RLOOTrainer)
     trainer.__dict__.update(grpo().__dict__)
@@ -266,7 +270,9 @@ def test_rloo_takes_the_ratio_of_whole_sequences() -> None:
 
 
 def scored(trainer: Any, data: dict[str, Tensor], rewards: Tensor) -> dict[str, Any]:
-    """The result of `_generate_and_score_completions` for completions of the batch's lengths and rewards [N, R]."""
+    """Returns the result of `_generate_and_score_completions` for completions of the batch's lengths and rewards [N,
+    R].
+    """
     lengths = [max(1, n) for n in LENGTHS]
     rows = [[1] * n for n in lengths]
     sampled = [data["engine"][i, :n].tolist() for i, n in enumerate(lengths)]
@@ -315,7 +321,7 @@ def test_group_advantages_are_trls(rewards: str, scale: str) -> None:
 
 
 def trl_whitened(values: Tensor) -> Tensor:
-    """`whiten` with TRL's sample standard deviation and epsilon."""
+    """Computes `whiten` with TRL's sample standard deviation and epsilon."""
     bessel = (len(values) / (len(values) - 1)) ** 0.5
     total = advantages.moments(values)
     return advantages.whiten(values, torch.ones_like(values), total, epsilon=1e-4 / bessel) / bessel

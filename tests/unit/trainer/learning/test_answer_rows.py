@@ -1,4 +1,6 @@
-"""The figures of single tokens, against a plain computation from the trajectories; the rows that people see of them."""
+"""The figures of single tokens equal a plain computation from the trajectories; and the rows in which they
+are shown.
+"""
 
 import math
 from statistics import fmean
@@ -18,7 +20,7 @@ TEMPERATURE = 0.7
 
 
 def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[str, list[float | None]]]:
-    """The figures by a bigram table of the trajectory's tokens, one by one from the first sampled one on."""
+    """Computes the figures by a bigram table of the trajectory's tokens, one by one from the first sampled one on."""
     logprobs = torch.log_softmax(TablePolicy().table / TEMPERATURE, dim=1)
     place = watched.answer.prompt_index, watched.answer.sample_index
     episode = [t for t in step if (t.prompt_index, t.sample_index) == place]

@@ -1,4 +1,4 @@
-"""Ranks know of each other's answers what decides a step, and receive the tokens that they train on."""
+"""Every rank has the summaries of all answers that decide a step, and only the tokens that it trains on."""
 
 import math
 import statistics
@@ -180,12 +180,12 @@ def test_a_trajectory_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
 
 
 class Sent(Exception):
-    """An exchange would begin here."""
+    """An exception in place of the exchange that would begin here."""
 
 
 @pytest.mark.parametrize("ranks", [1, 64, 512])
 def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -> None:
-    """Counted by what each of so many ranks, 16 answers on each, would send to each."""
+    """The bytes are counted that each rank, with 16 answers, would send to every other one."""
     share, all_answers, message_sizes, tokens = 16, [], [], [0] * ranks
     for number in range(ranks):
         local_trajectories = [spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)]
@@ -229,7 +229,7 @@ def spoken(prompt: int, sample: int, length: int) -> Trajectory:
 def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
     tmp_path: Path,
 ) -> None:
-    """They are in no message to a rank that does not train on them, nor to all."""
+    """No message to all ranks, or to one that does not train on them, contains images."""
     [common, repeated, late] = images((20, 10), (8, 8), (9, 5))
     (tmp_path / "common.png").write_bytes(common.data)
     stored = StoredImage(lambda: tmp_path / "common.png", common.digest, common.size)

@@ -114,7 +114,7 @@ def test_one_long_answer_and_many_short_ones_are_not_in_one_table() -> None:
 @settings(deadline=None)
 @given(LENGTHS.filter(bool), st.integers(1, 5))
 def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[int], ways: int) -> None:
-    """In order, as many tokens each, but for one more or less; alone, a rank has it as it is."""
+    """Ranks have tokens in order and equal numbers of them up to one; a single rank has the pack unchanged."""
     (batch,) = micro_batches([sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True)
     layout = batch.layout
     cuts = [Layout.of(batch.loss_mask, batch.lengths, True, ways, place) for place in range(ways)]

@@ -1,4 +1,4 @@
-"""Advantages of every token of a step, against loops over answers and tokens."""
+"""Advantages of every token of a step equal loops over answers and tokens."""
 
 import math
 from typing import Any, cast
@@ -23,7 +23,7 @@ WEIGHTS = {"a": 1.0, "b": 0.5}
 
 
 def credited(step: list[Trajectory], config: TrainConfig, parts: int = 2) -> list[tuple[Trajectory, list[float], dict]]:
-    """Each answer with the advantages of its response's tokens, and what else is known of them."""
+    """Returns each answer with the advantages of its response's tokens, and the batch's other columns."""
     generator = torch.Generator().manual_seed(7)
     minibatches = prepare(split(make_groups(as_answers(step)), parts), config, 0, CPU)
     for minibatch in minibatches:
@@ -50,7 +50,7 @@ def _answers(minibatch: MiniBatch) -> list[tuple[Trajectory, list[float], dict]]
 
 
 def groups_of(answers: list[tuple[Trajectory, list[float], dict]]) -> list[list[list[int]]]:
-    """For each prompt the positions of its episodes' trajectories; the last one's reward is the episode's."""
+    """Returns, for each prompt, the positions of its episodes' trajectories; the last one's reward is the episode's."""
     places = [(t.prompt_index, t.sample_index) for t, _, _ in answers]
     episodes = [[i for i, other in enumerate(places) if other == place] for place in dict.fromkeys(places)]
     prompts = dict.fromkeys(prompt for prompt, _ in places)
@@ -60,7 +60,7 @@ def groups_of(answers: list[tuple[Trajectory, list[float], dict]]) -> list[list[
 
 
 def turn_numbers(mask: list[float]) -> list[int]:
-    """For each token the number of its turn, or -1."""
+    """Returns the number of each token's turn, or -1."""
     numbers, turn = [], -1
     for position, trained in enumerate(mask):
         turn += bool(trained) and (position == 0 or not mask[position - 1])
@@ -105,7 +105,9 @@ def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], form
 
 
 def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode: list[int]) -> list[list[float]]:
-    """For each trajectory of an episode what its turns were given; the very last has what no turn was given."""
+    """Returns the rewards of the turns of each trajectory of an episode; the very last turn has the rest of
+    its reward.
+    """
     rewards = []
     for trajectory, _, columns in (answers[i] for i in episode):
         turns = max(turn_numbers(columns["loss_mask"])) + 1
@@ -117,7 +119,7 @@ def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode
 
 @pytest.mark.parametrize("std", [True, False])
 def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
-    """A turn's own reward and the discounted ones after it; what turns were not given is the last one's."""
+    """A turn has its own reward and the discounted later ones; the last turn has the reward that no turn was given."""
     algorithm = {"credit": "turns", "gamma": 0.9, "normalize_std": std}
     answers = credited(random_step(4, 4, seed=2), make_config(algorithm=algorithm))
     for episodes in groups_of(answers):
@@ -144,7 +146,9 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
 @pytest.mark.parametrize("credit", ["outcome", "turns"])
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
 def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: str) -> None:
-    """Rewards where turns or the episode end, less KL; summed up backwards, by a critic or not; then whitened."""
+    """Rewards at the ends of turns or of the episode, less KL, are summed backwards, with or without a critic, and
+    whitened.
+    """
     algorithm = {"advantage": advantage, "credit": credit, "gamma": 0.9, "gae_lambda": 0.8, **IN_REWARD}
     answers = credited(random_step(4, 4, seed=3), make_config(algorithm=algorithm))
     raw: list[list[float]] = []
@@ -193,7 +197,9 @@ def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -
 
 
 def test_each_reward_is_made_relative_by_itself_before_they_are_added() -> None:
-    """Both functions' and what the episode itself gave; the penalty of long answers comes on top, less its mean."""
+    """The rewards of both functions and of the episode are relative; the penalty for long answers is added less its
+    mean.
+    """
     config = make_config(
         algorithm={"combine_rewards": "normalize_then_sum", "overlong_margin": 0.5}, sampling={"max_tokens": 8}
     )
@@ -218,7 +224,7 @@ def one_turn(sample: int, tokens: int, prompt: int = 0, **fields: Any) -> Trajec
 
 
 def first_advantages(step: list[Trajectory], config: TrainConfig) -> list[float]:
-    """The advantage of the first token of each trajectory."""
+    """Returns the advantage of the first token of each trajectory."""
     return [advantages[0] for _, advantages, _ in credited(step, config, parts=1)]
 
 
@@ -277,7 +283,7 @@ def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() ->
 
 @pytest.mark.parametrize("instead", [0.0, -1.0])
 def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> None:
-    """The answer is as good as one that the function gave `reward.error_reward`, and the others do not notice."""
+    """The answer counts as one with `reward.error_reward` from the function, and the other answers are not affected."""
     config = make_config(algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead})
     all_parts = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0}]
     step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(all_parts)]
@@ -355,7 +361,9 @@ def test_cut_off_answers_are_compared_but_not_trained_on() -> None:
     ],
 )
 def test_model_outputs_for_masked_tokens_do_not_affect_credit(algorithm: dict[str, Any], value: float) -> None:
-    """NaN and inf neither: advantages and returns of trained tokens, the choice of them and the signal stay."""
+    """NaN and inf at masked tokens change no advantage or return of trained tokens, nor the choice of tokens or the
+    signal.
+    """
 
     def computed(rotten: float) -> tuple[list[Tensor], bool]:
         generator = torch.Generator().manual_seed(7)

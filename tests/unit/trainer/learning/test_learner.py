@@ -1,4 +1,4 @@
-"""From trajectories to the batch the policy is updated on: groups, masks, counts, figures."""
+"""The way from trajectories to the batch of an update: groups, masks, counts, figures."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def config(**sections: dict[str, object]) -> TrainConfig:
 
 
 class RecordingPolicy:
-    """Remembers what it was asked for; its log-probabilities are the engine's."""
+    """A policy that records its calls and returns the engine's log-probabilities."""
 
     device = torch.device("cpu")
     version = 0
@@ -123,7 +123,7 @@ def test_a_step_is_split_evenly_into_updates(prompts: int, parts: int) -> None:
     ("informative", "places"), [(4, [8, 9, 10, 11]), (2, [8, 10]), (3, [8, 9 + 1 / 3, 10 + 2 / 3])]
 )
 def test_fewer_groups_than_updates_get_one_update_each(informative: int, places: list[float]) -> None:
-    """In the third step of a run with four updates a step, 8 updates were asked for before it."""
+    """The third step of a run with four updates a step begins after 8 planned updates."""
     settings = config(
         algorithm={"drop_zero_variance": True}, batch={"prompts_per_step": 4, "updates_per_step": 4}, run={"steps": 9}
     )
@@ -159,7 +159,7 @@ def test_the_first_token_is_not_counted_without_a_prompt_to_predict_it() -> None
 
 
 class ShiftedPolicy(RecordingPolicy):
-    """Its log-probability of token 7 is the engine's, and that of token n is (n - 7) / 100 above it."""
+    """A policy whose log-probability of token n is (n - 7) / 100 above the engine's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,9 @@ CUT = {"algorithm": {"overlong_filter": True}}
     "settings", [{}, {"algorithm": {"drop_zero_variance": True}}, {"batch": {"updates_per_step": 2}}, CUT]
 )
 def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[str, object]]) -> None:
-    """No group with a signal, whether such groups are kept or dropped; or every answer cut off, and so left out."""
+    """The gap is measured where no group has a signal, kept or dropped, and where every answer is cut off and
+    left out.
+    """
     steps = [trajectory(p, s, 1.0, [7, 8] if p else [7, 12]) for p in range(2) for s in range(4)]
     if settings is CUT:
         steps = [
@@ -219,7 +221,7 @@ def test_a_gap_that_cannot_be_measured_is_absent() -> None:
 
 
 class RecordingCritic:
-    """Expects half a reward of every state; remembers what it was asked for, and its loss."""
+    """A critic that expects half a reward in every state, and records its calls and its loss."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -238,7 +240,7 @@ class RecordingCritic:
 
 
 def test_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
-    """Whitened advantages are all 0 when all answers are the same; the returns are 1 all the same, the values 0.5."""
+    """Whitened advantages are all 0 where all answers are the same; the returns are still 1, and the values 0.5."""
     policy, critic = RecordingPolicy(), RecordingCritic()
     settings = config(algorithm={"preset": "ppo", "gae_lambda": 1.0, "num_iterations": 2})
     steps = [trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]
@@ -282,7 +284,7 @@ def test_rollout_metrics_count_rewards_lengths_and_failures() -> None:
 
 
 def test_rollout_metrics_count_an_episode_once() -> None:
-    """Two parts, the last of which speaks for it; the other episode is short, and worth nothing."""
+    """The last part of an episode of two stands for it; the other episode is short, and has no reward."""
     rows = [
         trajectory(0, 0, 5.0, [7] * 4, reward_parts={"a": 5.0}, finish_reason="length"),
         trajectory(0, 0, 1.0, [7] * 2, reward_parts={"a": 1.0}),

@@ -49,7 +49,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def combinations(choice: str) -> Iterator[tuple[str, str]]:
-    """Every loss, with every aggregation for the first of the choices and with one in turn for the others."""
+    """Lists every loss, with every aggregation for the first of the choices and with one in turn for the others."""
     if choice == "group":
         yield from itertools.product(LOSSES, AGGREGATIONS)
     else:
@@ -67,7 +67,7 @@ def learned(
     ways: int = 1,
     change: Callable[[list[Trajectory]], list[Trajectory]] = list,
 ) -> tuple[Tensor, Metrics]:
-    """The weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
+    """Returns the weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
     config = make_config(
         algorithm=algorithm,
         batch={"updates_per_step": updates, "tokens_per_micro_batch": budget},
@@ -106,7 +106,9 @@ def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_answers_whose_reward_failed_change_no_advantage_count_or_loss(choice: str) -> None:
-    """One of a group, two of a group, and a whole group: as if they did not exist, in advantages, counts and loss."""
+    """One of a group, two of a group, and a whole group count as if they did not exist, in advantages, counts
+    and loss.
+    """
     failed = {(0, 1), (1, 0), (1, 2), (3, 0), (3, 1), (3, 2)}
 
     def without(step: list[Trajectory]) -> list[Trajectory]:

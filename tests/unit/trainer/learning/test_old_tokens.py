@@ -20,13 +20,15 @@ ADVANTAGES = {0: -1.0, 1: 1.0}  # of the samples of a group, as their rewards ar
 
 
 class Aged(TablePolicy):
-    """A policy of version 5, whose table is known."""
+    """A policy of version 5 with a known table."""
 
     version = NOW
 
 
 def step() -> list[Trajectory]:
-    """Two groups of two: all tokens of this version; the first three of version 3; three versions; only old ones."""
+    """Returns two groups of two: all tokens of this version; the first three of version 3; three versions; only old
+    ones.
+    """
     versions = [[(NOW, 0)], [(3, 0), (NOW, 3)], [(2, 0), (4, 2), (NOW, 6)], [(1, 0), (4, 5)]]
     table = torch.log_softmax(Aged().table, dim=1)
     trajectories = []
@@ -47,7 +49,7 @@ def step() -> list[Trajectory]:
 
 
 def learned(trajectories: list[Trajectory], ranks: int = 1, **sections: dict[str, Any]) -> dict[str, float]:
-    """The figures of a step, on whose first update the loss and the gaps depend."""
+    """Returns the figures of a step, on whose first update the loss and the gaps depend."""
     base: dict[str, Any] = {
         "algorithm": {"group_size": 2, "aggregation": "token_mean"},
         "batch": {"prompts_per_step": 2},

@@ -21,7 +21,7 @@ MEDIAN = f"{EXAMPLES}/median_baseline.py:median_baseline"
 
 
 class Watched(TablePolicy):
-    """Keeps the batches of its updates and the losses of their tokens."""
+    """A learner that keeps the batches of its updates and the losses of their tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,9 @@ def test_a_step_with_the_example_of_an_advantage_learns_from_distances_to_the_me
 
 
 def test_a_custom_function_may_take_keys_and_has_a_record_like_others(tmp_path: Path) -> None:
-    """The clipped loss under another name is the clipped loss; an advantage that takes values has a critic."""
+    """The clipped loss under another name gives the same loss; an advantage function that takes values gets a
+    critic.
+    """
     (tmp_path / "own.py").write_text(
         "from trainer.algorithms import advantages, losses\n"
         "def clipped(log_ratio, advantages, clip_low, clip_high=0.28):\n"

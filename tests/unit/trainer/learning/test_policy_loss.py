@@ -1,4 +1,4 @@
-"""The loss put together from its parts, against a loop over tokens that knows nothing of them."""
+"""The loss, put together from its parts, equals a loop over tokens that knows nothing of them."""
 
 import math
 from dataclasses import fields, replace
@@ -17,7 +17,9 @@ LONGEST = 9
 
 
 def make_batch(seed: int = 0) -> tuple[MicroBatch, Outputs]:
-    """Four rows, the last without a trainable token; ratios of all sizes, and everything that a step can have."""
+    """Returns four rows, the last without a trainable token, with ratios of all sizes and every column a step
+    can have.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> Tensor:
@@ -150,7 +152,7 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(case: dict[str, Any], seed: 
 
 @pytest.mark.parametrize("clip", [0.3, None])
 def test_values_are_learned_beside_the_policy_or_alone(clip: float | None) -> None:
-    """max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
+    """The value loss equals max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
     config = AlgorithmConfig(advantage="gae", value_clip=clip, value_coef=0.7)
     batch, outputs = make_batch()
     assert outputs.values is not None and batch.returns is not None and batch.old_values is not None
@@ -185,14 +187,14 @@ ROTTEN = [float("nan"), float("inf"), float("-inf")]
 
 
 def spoiled(tensors: MicroBatch | Outputs, mask: Tensor, name: str, value: float) -> MicroBatch | Outputs:
-    """A copy with `value` in one tensor wherever the mask is 0; tensors keep their gradients."""
+    """Returns a copy with `value` in one tensor wherever the mask is 0; tensors keep their gradients."""
     tensor = getattr(tensors, name)
     rotten = torch.where(mask.bool(), tensor.detach(), value).requires_grad_(tensor.requires_grad)
     return replace(tensors, **{name: rotten})
 
 
 def per_token_names(tensors: MicroBatch | Outputs) -> list[str]:
-    """All that hold a number for every target."""
+    """Returns the names of all tensors that hold a number for every target."""
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
     return [n for n, x in values.items() if isinstance(x, Tensor) and x.is_floating_point() and n != "loss_mask"]
 
@@ -204,7 +206,9 @@ def test_masked_values_that_are_not_finite_never_reach_loss_or_gradient(case: di
     batch, outputs = make_batch()
 
     def computed(batch: MicroBatch, outputs: Outputs) -> list[Tensor]:
-        """Loss, its figures, its gradients by all outputs, and what the engine is compared with."""
+        """Returns the loss, its figures, its gradients by all outputs, and the values that the engine is
+        compared with.
+        """
         policy_loss = PolicyLoss(config, minibatch(batch), LONGEST)
         loss, sums = policy_loss(batch, outputs)
         leaves = [outputs.logprobs, outputs.entropy, outputs.values]

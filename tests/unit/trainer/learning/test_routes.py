@@ -21,7 +21,9 @@ WIDE = RouteFormat(layers=(0,), experts=300, top_k=3)
 
 
 def answered(format: RouteFormat, prompt: int = 4, mask: tuple[int, ...] = (1, 1, 0, 1), seed: int = 0) -> Trajectory:
-    """With routes of all layers up to the last that has experts, as engines give them: dense ones are zeros."""
+    """Returns a trajectory with routes of all layers up to the last with experts, as engines give them: dense ones are
+    zeros.
+    """
     generator = np.random.default_rng(seed)
     made = Trajectory(2, 5, list(range(prompt)), list(range(len(mask))), list(mask), [0.0] * len(mask))
     rows = prompt + len(mask) - 1

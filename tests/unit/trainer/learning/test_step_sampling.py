@@ -18,7 +18,7 @@ def sampling(**algorithm: Any) -> StepSampling:
 
 
 def answers(prompts: list[Prompt]) -> list[Trajectory]:
-    """Two for each prompt; a prompt whose number can be divided by three is always answered right."""
+    """Returns two answers for each prompt; those to a prompt whose number is divisible by three are always right."""
     return [
         Trajectory(place, sample, [1], [2], [1], [-1.0], reward=float(sample or prompt.id % 3 == 0))
         for place, prompt in enumerate(prompts)
@@ -27,7 +27,7 @@ def answers(prompts: list[Prompt]) -> list[Trajectory]:
 
 
 def run_step(sampled: StepSampling, position: int) -> int:
-    """All rounds of a step; returns the position after it."""
+    """Runs all rounds of a step; returns the position after it."""
     while sampled.missing:
         prompts = PROMPTS.take(position, sampled.missing, seed=5)
         position += len(prompts)
@@ -36,7 +36,7 @@ def run_step(sampled: StepSampling, position: int) -> int:
 
 
 def kept(sampled: StepSampling) -> list[int]:
-    """The prompts that are trained on, by number, each with both its answers."""
+    """Returns the prompts that are trained on, by number, each with both its answers."""
     kept, groups = sampled.kept()
     indices = [t.prompt_index for t in kept]
     assert indices == sorted(list(dict.fromkeys(indices)) * 2)
@@ -91,7 +91,7 @@ def test_failed_answers_do_not_make_a_signal() -> None:
 
 
 def test_a_resumed_run_samples_the_same_prompts() -> None:
-    """Steps take as many prompts as they need, so the position, not the step, is what is kept."""
+    """Steps take as many prompts as they need, so a checkpoint keeps the position and not the step."""
 
     def steps(position: int, count: int) -> tuple[list[list[int]], int]:
         seen = []

@@ -61,7 +61,7 @@ def build(kind: type[PreTrainedModel] = AutoModelForCausalLM, dtype: torch.dtype
 
 
 def a_batch(packing: bool) -> MicroBatch:
-    """With everything that a step can have beside the tokens."""
+    """Returns a batch with everything that a step can have beside the tokens."""
     generator = torch.Generator().manual_seed(1)
     samples = []
     for number, length in enumerate(LENGTHS):
@@ -129,7 +129,7 @@ class WithoutGuard(TorchFunctionMode):
 
 @contextmanager
 def a_gpu(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Waits]:
-    """An H100 that is not there, with the modules on it; counts what would wait for it."""
+    """Simulates an H100 with the modules on it; counts the operations that would wait for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), WithoutGuard():
@@ -180,7 +180,7 @@ def test_backward_has_no_operation_that_would_wait(case: dict[str, Any]) -> None
 
 
 def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy [B, T-1], with boolean masks; the trunk is given `batch`'s inputs as they are."""
+    """Computes log-probabilities and entropy [B, T-1] with boolean masks; the trunk gets `batch`'s inputs unchanged."""
     mask, width = batch.loss_mask.bool(), batch.input_ids.shape[1] - 1
     real = torch.arange(width) < torch.tensor(batch.lengths).sub(1).clamp(min=1).unsqueeze(1)
     inputs = batch.input_ids[:, :-1]

@@ -1,4 +1,4 @@
-"""The chunked head against torch.log_softmax over the whole logits tensor, and against finite differences."""
+"""The chunked head equals torch.log_softmax over the whole logits tensor, and finite differences."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_one_token_at_a_time_by_hand() -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_chunks_equal_one_tensor_of_all_logits(chunk: int | None, with_bias: bool, temperature: float) -> None:
-    """Values and all gradients, with chunks that divide the tokens and chunks that do not."""
+    """Values and all gradients are equal, with chunks that divide the tokens and chunks that do not."""
     args = inputs(10, torch.float32, with_bias)
     wanted = [x for x in args[:3] if x is not None]
     coefficients = torch.randn(2, 10)
@@ -109,7 +109,9 @@ def test_saves_nothing_the_size_of_the_logits() -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
-    """bfloat16 inputs: values are those of the same numbers in float32, however chunked; gradients stay bfloat16's."""
+    """Values of bfloat16 inputs equal those of the same numbers in float32, in any chunks; gradients stay
+    bfloat16's.
+    """
     args = inputs(10, torch.bfloat16, with_bias)
     wanted = [x for x in args[:3] if x is not None]
     exact = plain(*(None if x is None else x.detach().float() for x in args[:3]), args[3], 0.8)  # type: ignore[arg-type]
@@ -128,7 +130,7 @@ def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_float32_head_is_one_key_for_policy_and_engines(asked: bool, tmp_path: Path) -> None:
-    """On one side alone it would move the two apart, where it is there to bring them together."""
+    """A float32 head on one side alone would widen the gap that it is meant to close."""
     recipe = {"model": {"path": str(tmp_path)}, "data": {"path": "d"}}
     config = TrainConfig.model_validate(recipe | {"policy": {"fp32_head": asked}})
     assert config.policy.fp32_head is asked

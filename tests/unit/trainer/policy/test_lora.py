@@ -1,4 +1,4 @@
-"""Adapters against PEFT itself: names, what they begin with, and the sum that goes out in place of a weight."""
+"""Adapters are compared with PEFT: names, starting values, and the sum that is sent in place of a weight."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def with_adapters(folder: Path, seed: int | None = None, settings: LoraConfig = LORA) -> PreTrainedModel:
-    """The model with adapters at their start, or of random values."""
+    """Returns the model with adapters at their start, or with random values."""
     model = load(folder)
     lora.add_adapters(model, settings, torch.float32, "cpu")
     for name, factor in lora.factors(model).items():
@@ -44,7 +44,7 @@ def random_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def peft_twin(folder: Path, model: PreTrainedModel, settings: LoraConfig = LORA) -> peft.PeftModel:
-    """PEFT's own model of the folder, with the adapter of `model`."""
+    """Returns PEFT's own model of the folder, with the adapter of `model`."""
     twin = peft.get_peft_model(load(folder), lora.peft_config(settings, TARGETS[model.config.model_type]))
     state = {lora.peft_name(name): factor.data for name, factor in lora.factors(model).items()}
     assert not peft.set_peft_model_state_dict(twin, state).unexpected_keys
@@ -100,7 +100,7 @@ def test_the_base_is_bit_equal_after_fifty_rounds(tiny_qwen2: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first", "length"), [(0, 35), (0, 10), (3, 9), (12, 2), (28, 7), (30, 8), (35, 4)])
 def test_a_stretch_gets_its_part_of_the_sum(first: int, length: int, dtype: torch.dtype) -> None:
-    """Any stretch of [5, 7], rows cut in the middle, and padding behind the end left as it was."""
+    """Any stretch of [5, 7] is right, with rows cut in the middle; padding behind the end is not changed."""
     weight = torch.randn(5, 7).to(dtype)
     added = LowRank(torch.randn(2, 7), torch.randn(5, 2), 0.5)
     full_sum = torch.cat([(weight.float() + 0.5 * added.b @ added.a).view(-1), torch.full((10,), 9.0)])

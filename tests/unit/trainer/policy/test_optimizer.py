@@ -1,4 +1,4 @@
-"""Learning rate and AdamW against the plain formulas."""
+"""Learning rate and AdamW equal the plain formulas."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_rate_falls_to_the_end_of_the_run_however_many_updates_were_left_out(schedule: str) -> None:
-    """Four updates a step are asked for. Steps do fewer, or none; yet each begins where its place in the run says."""
+    """Four updates a step are planned. Steps do fewer, or none, yet each begins at its place in the run."""
     done, rates = 0, []
     for step, updates in enumerate([4, 2, 0, 3, 1, 4]):
         for number in range(updates):
@@ -46,7 +46,7 @@ def test_the_rate_falls_to_the_end_of_the_run_however_many_updates_were_left_out
 
 
 def test_warm_up_counts_applied_updates_alone() -> None:
-    """After five of six steps of which nothing came, warm-up has just begun, and the run is nearly over."""
+    """Warm-up has just begun after five of six steps without an update, although the run is nearly over."""
     assert learning_rate_factor(0, 5, 2, 6, "constant") == pytest.approx(1 / 3)
     assert learning_rate_factor(0, 5, 2, 6, "linear") == pytest.approx(min(1 / 3, 1 / 4))
 

@@ -84,7 +84,9 @@ def make_samples(lengths: list[int], seed: int = 1) -> list[Sample]:
 
 
 def plain(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of one sequence by itself, through the whole logits tensor; 0 where masked."""
+    """Returns log-probabilities and entropies of one sequence by itself, through the whole logits tensor; 0 where
+    masked.
+    """
     ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.loss_mask[1:])
     log_p = torch.log_softmax(model(ids).logits[0, :-1] / TEMPERATURE, dim=-1)
     return log_p.gather(1, ids[0, 1:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(dim=-1) * mask
@@ -95,7 +97,9 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 
 def assert_gradients_equal(got: list[Tensor], expected: list[Tensor]) -> None:
-    """To float32's rounding of the largest element, or of 1 where all are smaller: lengths [3, 14, 4] come to 8e-6."""
+    """Compares to float32's rounding of the largest element, or of 1 where all are smaller: lengths [3, 14, 4] give
+    8e-6.
+    """
     tolerance = 1e-5 * max(1.0, *(float(grad.abs().max()) for grad in expected))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=0)
@@ -170,7 +174,7 @@ def test_a_sequence_does_not_see_its_neighbours(kind: str) -> None:
 
 
 def test_masked_and_missing_targets_add_nothing() -> None:
-    """Rows without any target, one of them a filler's single token, among rows that have some."""
+    """Rows without any target, one of them a filler's single token, stand among rows that have some."""
     model = make_model()
     module, samples = make_module(model), make_samples([6, 1, 5])
     samples[2].loss_mask = [0] * 5
@@ -214,7 +218,7 @@ def test_the_kernel_for_gpus_is_asked_for_the_same(kind: str, monkeypatch: pytes
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes how many elements the largest result of any operation has storage for."""
+    """Records the number of elements in the storage of the largest result of any operation."""
 
     elements = 0
 
@@ -227,7 +231,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_memory_grows_neither_with_vocabulary_times_tokens_nor_with_tokens_squared() -> None:
-    """Forward and backward: twice the tokens, and what is largest is still a chunk of logits or the head's gradient."""
+    """For twice the tokens, the largest tensor of forward and backward is still a chunk of logits or the head's
+    gradient.
+    """
     tokens, vocabulary = 2000, 6000
     config = Qwen2Config(**SHAPE | {"vocab_size": vocabulary})
     module = make_module(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routes from outside are those that are taken, in every pass and under any batching."""
+"""Mixtures of experts take the routes they are given, in every pass and under any batching."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +70,7 @@ def make_model(kind: str) -> PreTrainedModel:
 
 
 def make_module(kind: str, record: bool = False, double: bool = False) -> PolicyModule:
-    """In float64, which the grouped product does not know, the experts are a loop."""
+    """Makes the module in float64, which the grouped product does not support, so that the experts are a loop."""
     model = make_model(kind)
     if double:
         model.double().set_experts_implementation("eager")
@@ -94,7 +94,7 @@ def total(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
 
 
 def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """As a policy does: forward and backward of one micro-batch after the other."""
+    """Runs forward and backward of one micro-batch after the other, as a policy does."""
     loss = 0.0
     for batch in batches:
         batch_loss = (outputs(module, batch, 0.7).logprobs * advantages(batch)).sum()
@@ -104,7 +104,7 @@ def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dic
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To 1e-6 of the gradient's norm."""
+    """Compares to 1e-6 of the gradient's norm."""
     assert got.keys() == expected.keys()
     norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
     for name, grad in expected.items():
@@ -135,7 +135,7 @@ class LoopExperts(nn.Module):
 
 
 def plain(kind: str, sample: Sample, format: RouteFormat) -> tuple[PreTrainedModel, Tensor]:
-    """The model as a loop with the sample's routes, and its log-probabilities of the trained tokens."""
+    """Returns the model as a loop with the sample's routes, and its log-probabilities of the trained tokens."""
     model = make_model(kind)
     for position, layer in enumerate(format.layers):
         block = model.model.layers[layer].mlp
@@ -275,7 +275,9 @@ def test_loads_count_real_tokens_once_each(packing: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_the_balance_loss_is_switch_transformers_under_any_batching(kind: str) -> None:
-    """By autograd of the formula over the whole step; layers that follow see the first one's gradient as well."""
+    """The loss is compared with autograd of the formula over the whole step; later layers see the first one's
+    gradient.
+    """
     coef, results = 0.1, []
     for budget, packing, checkpointing in ((1000, True, "none"), (1, True, "full"), (20, False, "none")):
         module = make_module(kind, double=True).train()

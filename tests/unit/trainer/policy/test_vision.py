@@ -1,4 +1,4 @@
-"""Rows with images give what each gives alone in plain Transformers, packed and padded: values and gradients."""
+"""Rows with images give the values and gradients of plain Transformers on each alone, packed and padded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def make_module(folder: Path) -> PolicyModule:
 
 
 def total_loss(module: PolicyModule, samples: list[Sample], packing: bool, budget: int = 10_000) -> Tensor:
-    """The loss of all micro-batches."""
+    """Returns the loss of all micro-batches."""
     batches = micro_batches(samples, budget, 0, "cpu", packing=packing)
     pairs = [(outputs(module, batch, TEMPERATURE), batch) for batch in batches]
     return torch.stack([(out.logprobs * advantages(batch) + 0.1 * out.entropy).sum() for out, batch in pairs]).sum()
@@ -80,7 +80,9 @@ def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_an_update_starts_from_the_scores_before_it(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
-    """Old and new log-probabilities on policy, bit for bit (https://github.com/verl-project/verl/issues/2996)."""
+    """Old and new log-probabilities are equal on policy, bit for bit
+    (https://github.com/verl-project/verl/issues/2996).
+    """
     folder = tiny_vlm(architecture=kind)
     settings = PolicyConfig(dtype="float32", lr=1e-3, activation_checkpointing="full")
     policy = InPlacePolicy(ModelConfig(path=str(folder)), settings, CPU)
@@ -136,7 +138,7 @@ def test_rows_without_images_enter_the_encoder_without_effect(tiny_vlm: TinyMode
 
 
 def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
-    """The parameters of the encoder that an image has a gradient of."""
+    """Returns the names of the encoder's parameters that have a gradient from an image."""
     module.vision = make_vision(module.model, folder)
     rows = [row for row in make_rows(ImageProcessor(str(folder))) if row.images]
     by_name = gradients(module.model, total_loss(module, rows, packing=True))
@@ -212,7 +214,7 @@ def test_adapters_are_beside_the_language_model_s_layers_alone(tiny_vlm: TinyMod
 
 
 def test_the_encoder_s_activations_count_in_the_budget_of_a_micro_batch(tiny_vlm: TinyModel) -> None:
-    """Two blocks of 64 for four patches beside two layers of 128: each of an image's tokens is worth two more."""
+    """An image's token counts as two more: two blocks of 64 for four patches, beside two layers of 128."""
     module = make_module(tiny_vlm())
     assert module.work.of.image_token == 2.0
     row = make_rows(ImageProcessor(str(tiny_vlm())))[2]  # 10 tokens of images, of 24
@@ -241,7 +243,7 @@ def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
 
 
 def test_frozen_weights_stay_in_an_in_place_policy(tiny_vlm: TinyModel) -> None:
-    """In bfloat16, in which the frozen weights are kept as well; all are named, so that an engine gets them."""
+    """Frozen weights are kept in bfloat16 as well; all are named, so that an engine gets them."""
     folder = tiny_vlm()
     settings = PolicyConfig(dtype="bfloat16", lr=1e-2, freeze=["vision"])
     policy = InPlacePolicy(ModelConfig(path=str(folder)), settings, CPU)
@@ -276,7 +278,7 @@ def test_the_plan_counts_image_encoders(tiny_vlm: TinyModel) -> None:
 def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_processor(
     tiny_vlm: TinyModel, kind: str, tmp_path: Path
 ) -> None:
-    """As vLLM reads them. Without a processor vLLM builds Qwen's encoder without the norm of its input."""
+    """vLLM reads these names, and without a processor builds Qwen's encoder without the norm of its input."""
     folder = tiny_vlm(architecture=kind)
     built = make_module(folder).model
     stored = load_file(folder / "model.safetensors")

@@ -64,7 +64,7 @@ def test_settings_that_exclude_engines_apart_are_named(sections: dict[str, Any],
 
 
 def of_rank(number: int, version: int = 3, step: int = 1) -> list[Round]:
-    """Two rounds of an engine's rank: in the second it has nothing."""
+    """Returns two rounds of an engine's rank, of which the second is empty."""
     sampled = [Trajectory(number, n, [1], [2], [1], [-0.5], weight_version=version) for n in range(2)]
     states = {number: f"state {number}"}
     return [
@@ -127,7 +127,7 @@ def test_a_message_of_one_engine_reaches_all_trainers_and_an_error_everybody() -
 
 
 class OrderedEngines:
-    """Remembers what was ordered, in the place of `EnginesApart`."""
+    """Records orders, in place of `EnginesApart`."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[str, int, int]] = []

@@ -50,7 +50,7 @@ def config(slice_tokens: int | None = 8, ahead: float = 1, **sections: Any) -> T
 
 
 def drawn(prompt_ids: list[int], seed: int, most: int) -> list[int]:
-    """The whole answer: geometric lengths, with a long tail; the last token is 1 unless the answer was cut."""
+    """Returns the whole answer: geometric lengths, with a long tail; the last token is 1 unless the answer was cut."""
     dice = random.Random(f"{prompt_ids}/{seed}")
     ids: list[int] = []
     while len(ids) < most:
@@ -129,7 +129,7 @@ class Crew:
         self.produce = self.source.produce
 
     def do(self) -> "Step":
-        """A step as `RLTrainer.sample` does it."""
+        """Runs a step as `RLTrainer.sample` does."""
         sampled = StepSampling(self.config)
         rounds = self.produce(Order(self.step + 1, self.step, self.position))
         for sampled_round in rounds:
@@ -156,7 +156,7 @@ class Step:
 
 
 class Store:
-    """Claims of a single rank, and whether its rollout has failed."""
+    """The claims of a single rank, and whether its rollout has failed."""
 
     def __init__(self) -> None:
         self.claims: Counter[str] = Counter()
@@ -173,11 +173,11 @@ class Store:
 
 
 async def aclose() -> None:
-    """Level 6's server, which is not there."""
+    """Closes the server of level 6, which does not exist here."""
 
 
 def run(config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFunction = one_shot) -> list[list[Step]]:
-    """The steps of each rank."""
+    """Returns the steps of each rank."""
 
     def one() -> list[Step]:
         crew = Crew(config, function)
@@ -190,7 +190,7 @@ def run(config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFuncti
 
 
 def together(steps: list[list[Step]], index: int) -> dict[tuple[int, int], Trajectory]:
-    """All ranks' trajectories of a step."""
+    """Returns all ranks' trajectories of a step."""
     trajectories: dict[tuple[int, int], Trajectory] = {}
     for of_rank in steps:
         trajectories |= of_rank[index].own
@@ -409,7 +409,7 @@ def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
 
 
 class Tools:
-    """An episode of several answers with a tool between them, which takes its time; counts its calls."""
+    """An episode of several answers with a slow tool between them; counts its calls."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.calls: Counter[tuple[int, ...]] = Counter()
@@ -541,7 +541,7 @@ def test_a_failed_episode_ends_its_group_like_any_other() -> None:
 
 
 class Checks:
-    """Stands for a pool: of the answers, those whose tokens say so are not judged."""
+    """Stands for a pool that fails to judge the answers whose tokens say so."""
 
     labels = ("check",)
 
@@ -555,7 +555,7 @@ class Checks:
         return {"reward/calls": 0.0}
 
     def check_error_rate(self, counts: dict[str, float]) -> None:
-        """The rate is not the matter here."""
+        """Accepts every rate, which is not tested here."""
 
 
 def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
@@ -571,7 +571,7 @@ def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill(tmp_path: Path, ranks: int) -> None:
-    """As checkpoints keep them while they wait: nobody asks the reward function again."""
+    """Checkpoints keep failed answers while they wait; the reward function is not called again."""
     crew = Crew(config(ahead=2))
     straight = judged(crew, 8)
     crew.close()
@@ -618,7 +618,7 @@ def test_an_exception_in_scoring_ends_the_step_and_all_episodes() -> None:
 
 
 def test_routes_of_answers_that_wait_are_kept_and_unfinished_ones_have_none(tmp_path: Path) -> None:
-    """As checkpoints keep them; and the gap is measured on answers with routes alone where those are replayed."""
+    """Checkpoints keep the routes; where routes are replayed, the gap is measured only on answers that have them."""
     routed = Trajectory(0, 0, [3, 1], [5, 6], [1, 1], [-1.0, -2.0], versions=[(2, 0)])
     for dtype in (np.uint8, np.uint16):
         routed.routes = np.arange(12, dtype=dtype).reshape(3, 2, 2)

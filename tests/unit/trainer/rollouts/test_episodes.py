@@ -199,7 +199,7 @@ def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answ
 def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
     rollout_reward: float, result: RewardResult, sentence: str
 ) -> None:
-    """A function that fails to answer is something else: it has a reward of its own in the recipe."""
+    """A reward function that fails to answer is another case: the recipe sets its reward."""
 
     class Scores:
         labels = ("mine",)
@@ -263,7 +263,7 @@ def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_grou
 
 
 def test_figures_of_the_run_win_over_rewards_of_the_same_name() -> None:
-    """A client or an environment may call its rewards as it likes."""
+    """A client or an environment may give its rewards any name."""
     parts = {"mean": -7.0, "std": 99.0, "errors": 5.0, "own": 3.0}
     figures = rollout_metrics(as_answers([Trajectory(0, n, [1], reward=1.0, reward_parts=parts) for n in range(4)]))
     assert [figures[f"reward/{name}"] for name in parts] == [1.0, 0.0, 0.0, 3.0]
@@ -307,7 +307,7 @@ def test_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
 
 
 def test_tool_tokens_have_no_part_in_loss_kl_or_gradient() -> None:
-    """Whatever the trainer thinks of them: other log-probabilities there change nothing."""
+    """Other log-probabilities of the trainer at tool tokens change nothing."""
     import torch
 
     from trainer.config.schema import AlgorithmConfig

@@ -1,4 +1,4 @@
-"""Answers that stay on disk until a checkpoint has what was learned from them: which are sampled again."""
+"""Answers stay on disk until a checkpoint contains their effect; and the choice of those that are sampled again."""
 
 import random
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Session(Crew):
 
 
 def run(run_config: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int]:
-    """The steps of a session, of all ranks together, and how many answers were sampled for them."""
+    """Returns the steps of a session, of all ranks together, and the number of answers sampled for them."""
     store = HashStore()
 
     def one() -> tuple[Steps, int]:
@@ -65,12 +65,12 @@ def run(run_config: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int
 
 
 def together(rank_steps: list[Steps], index: int) -> dict[tuple[int, int], Trajectory]:
-    """All ranks' trajectories of a step."""
+    """Returns all ranks' trajectories of a step."""
     return {place: trajectory for steps in rank_steps for place, trajectory in steps[index].items()}
 
 
 def files(run_config: TrainConfig) -> set[int]:
-    """The steps of which something is kept."""
+    """Returns the steps that have a file in the journal."""
     return {int(file.name.partition(".")[0]) for file in (run_config.run.folder / "answers").iterdir()}
 
 
@@ -163,7 +163,7 @@ def test_answers_whose_reward_failed_are_kept_as_failed(tmp_path: Path) -> None:
 
 
 class Recorded:
-    """A source of empty rounds that remembers what it was asked for, and which rounds were replayed in its place."""
+    """A source of empty rounds that records its calls, and which rounds were replayed in its place."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []

@@ -24,7 +24,9 @@ PROMPTS = [Prompt(100 + index, (5, index), {}) for index in range(6)]
 
 
 def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answer], list[int]]:
-    """The answers to a step of prompts from `place` on, and the prompts' ids in the order in which they began."""
+    """Returns the answers to a step of prompts from `place` on, and the prompts' ids in the order in which
+    they began.
+    """
 
     def drawn(prompt_ids: list[int], seed: int) -> list[int]:
         dice = random.Random(f"{prompt_ids}/{seed}")

@@ -1,4 +1,4 @@
-"""One process: a checkpoint is complete or invisible, at whatever write the process dies."""
+"""A checkpoint of one process is complete or invisible, at whatever write the process dies."""
 
 import builtins
 import io
@@ -52,7 +52,7 @@ class TinyPolicy:
 
 
 class WeightsOnly(TinyPolicy):
-    """Fewer tensors, so fewer writes to be killed at."""
+    """A policy of fewer tensors, so that there are fewer writes to be killed at."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict()}
@@ -62,7 +62,7 @@ class WeightsOnly(TinyPolicy):
 
 
 def constant(value: float) -> WeightsOnly:
-    """A policy whose every weight is `value`."""
+    """Returns a policy whose every weight is `value`."""
     policy = WeightsOnly()
     for parameter in policy.model.parameters():
         torch.nn.init.constant_(parameter, value)
@@ -107,7 +107,7 @@ class DyingFiles:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        """For good: only in a child that is about to die."""
+        """Replaces the calls for good, so only in a child that is about to die."""
         for name in ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir"):
             setattr(os, name, self.before(getattr(os, name)))
         plain_open = io.open
@@ -147,7 +147,9 @@ class DyingStream:
 
 
 def save_and_die(folder: Path, last: int) -> bool:
-    """In a child: step 1 and 2 exist, save step 3 and prune to two. Whether it was killed on the way."""
+    """Saves step 3 and prunes to two in a child, where step 1 and 2 exist; returns whether the child was killed on the
+    way.
+    """
     policy = constant(3.0)  # beside a CUDA build autograd has threads, and refuses to work in a fork
 
     def save() -> None:
@@ -221,7 +223,7 @@ def test_pruning_counts_complete_checkpoints_and_spares_the_newest(tmp_path: Pat
 
 
 def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
-    """Complete checkpoints that hold nothing but the figure they were saved with."""
+    """Saves complete checkpoints that hold only the figure they were saved with."""
     for step, score in scores.items():
         path = folder / f"step_{step}"
         path.mkdir()
@@ -265,7 +267,7 @@ def test_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: P
 
 
 def linked(folder: Path) -> Path:
-    """Four checkpoints, of which the first has been moved away with a link in its place; returns where it is."""
+    """Makes four checkpoints, of which the first has been moved away with a link in its place; returns where it is."""
     for step in (2, 4, 6, 8):
         checkpoint.save(folder / "run", step, {"policy": constant(1.0)}, {})
     (folder / "run" / "step_2").rename(folder / "archived")

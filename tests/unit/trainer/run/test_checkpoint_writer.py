@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread: what is saved, when errors are told, what is waited for. One rank, fake writing."""
+"""Checkpoints written by a thread: their content, the time of errors, and the waits. One rank, with a fake disk."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ def group() -> Iterator[None]:
 
 
 class Disk:
-    """In place of `checkpoint.write`: waits until it may, then notes what it was given or fails."""
+    """Stands for `checkpoint.write`: waits until it may write, then records its arguments or fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_write = threading.Event()
@@ -106,7 +106,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call(tmp_path: Path, 
 def test_a_full_disk_is_waited_for_and_training_goes_on(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the writing thread; the checkpoint is then the one that was asked for, and nothing else is waited for."""
+    """The writing thread waits alone; the checkpoint has the state of the call."""
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what was written: named, with what is damaged, and passed over; nothing in them is run."""
+"""Damaged checkpoints are named with the damage and passed over; nothing in them is run."""
 
 import io
 import json
@@ -51,7 +51,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sound checkpoints of steps 1 and 2."""
+    """Returns a folder with sound checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in (1, 2):
         extra = {"state": vars(RunState(step=step)), "identity": IDENTITY, "metrics": {}}
@@ -61,14 +61,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, saved: Path) -> TrainConfig:
-    """A run with copies of them."""
+    """Returns a run with copies of them."""
     shutil.copytree(saved, tmp_path / "run" / "checkpoints")
     sections = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"output_dir": str(tmp_path), "name": "run"}}
     return TrainConfig.model_validate(sections)
 
 
 def digest_again(path: Path) -> None:
-    """Give what is in a checkpoint digests that fit, as somebody who tampers with it would."""
+    """Gives the files of a checkpoint matching digests, as somebody who tampers with it would."""
     names = [name for name in FILES if name != "COMPLETE"]
     (path / "COMPLETE").write_text("".join(checkpoint._digest_line(path, name) for name in names))
 
@@ -87,7 +87,7 @@ def change(edit: Callable[[bytearray], object]) -> Callable[[Path], None]:
 
 
 def flip(share: float) -> Callable[[Path], None]:
-    """One bit of the byte at this share of the file."""
+    """Flips one bit of the byte at this share of the file."""
 
     def edit(content: bytearray) -> None:
         content[int(share * (len(content) - 1))] ^= 4
@@ -162,7 +162,7 @@ def test_no_flipped_bit_of_a_file_of_tensors_is_overlooked(run: TrainConfig, see
 
 
 class Hostile:
-    """Unpickled freely it makes a file."""
+    """An object that creates a file when it is unpickled without restrictions."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -177,7 +177,7 @@ def table(path: Path) -> Metadata:
 
 
 def hostile_tables(path: Path, mark: Path) -> Iterator[tuple[bytes, str]]:
-    """Files `.metadata` that somebody else may have made, and what is said of them."""
+    """Returns `.metadata` files that an attacker may have made, each with its error message."""
 
     def changed(edit: Callable[[Metadata, TensorStorageMetadata], object]) -> bytes:
         metadata = table(path)

@@ -11,7 +11,7 @@ from trainer.run.intervals import Intervals, best_interval
 
 
 def expected_time(interval: float, cost: float, apart: float) -> float:
-    """Seconds for each second of training, when failures come at random and lose what was not saved (Daly, 2006)."""
+    """Returns seconds for each second of training, when failures come at random and lose unsaved work (Daly, 2006)."""
     return apart * math.expm1((interval + cost) / apart) / interval
 
 

@@ -1,4 +1,4 @@
-"""When a run saves, and when it leaves: one rank, with a writer that only takes notes."""
+"""The times at which a run saves, and at which it ends: one rank, with a writer that only takes notes."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainer.run.keeper import Keeper, RunState
 
 
 class Notes:
-    """In place of `CheckpointWriter`."""
+    """Stands for `CheckpointWriter`, and records its calls."""
 
     def __init__(self, *_: object) -> None:
         self.calls: list[Any] = []
@@ -31,7 +31,7 @@ class Notes:
 
 
 class Run:
-    """A keeper and all that it is about."""
+    """A keeper and everything it needs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int = 0, **checkpoint: Any) -> None:
         self.notes, self.state = Notes(), RunState(step=step)
@@ -44,7 +44,7 @@ class Run:
         self.keeper = Keeper(config, self.watchdog, self.state, {}, {"data": "rows"})  # type: ignore[arg-type]
 
     def steps(self, count: int) -> list[Any]:
-        """Do this many steps; what the writer was asked to do."""
+        """Runs this many steps; returns the calls of the writer."""
         self.notes.calls.clear()
         for _ in range(count):
             self.state.step += 1

@@ -1,4 +1,4 @@
-"""Where launchers meet, and what the last one on the screen says; whole runs are in tests/distributed."""
+"""The meeting of launchers, and the last messages on the screen; whole runs are in tests/distributed."""
 
 import gc
 import json
@@ -44,7 +44,7 @@ def test_two_nodes_meet_at_the_interface_that_is_named_and_listen_nowhere_else()
 
 
 def test_a_node_that_restarts_ends_its_attempt_and_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a power failure that the others have not noticed: their store is there, with this node's old entry."""
+    """After a power failure unnoticed by the other nodes, their store still has the old entry of this node."""
     monkeypatch.setattr(launcher, "_LOOK_SECONDS", 0.01)
     port, codes, ended = free_port("127.0.0.2"), list[int](), threading.Event()
     first, second = (BoundRendezvous("127.0.0.2", port, node, 2, "run", 30) for node in (0, 1))
@@ -124,7 +124,7 @@ def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    """Torchrun has words of its own for it."""
+    """Torchrun's own messages about the interruption are not printed."""
     script = "import signal, time\nsignal.signal(2, signal.SIG_DFL)\nprint('ready', flush=True)\ntime.sleep(600)\n"
     (tmp_path / "rank.py").write_text(script)
     command = [sys.executable, "-m", "trainer.launcher", "--nproc-per-node=1", str(tmp_path / "rank.py")]

@@ -42,7 +42,7 @@ FULL = {
 
 
 def printed(steps: list[tuple[int, dict[str, float]]], total: int = 400, terminal: bool = False) -> list[str]:
-    """The lines a run of these steps prints, colours left out."""
+    """Returns the lines a run of these steps prints, without colours."""
     output = io.StringIO()
     console = Console(file=output, width=WIDTH, force_terminal=terminal, no_color=True, highlight=False)
     table = Progress(total, enabled=True, console=console)

@@ -48,14 +48,14 @@ def record(folder: Path, steps: range, resumed_from: int | None = None, patience
 
 @pytest.fixture
 def finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run that nothing happened to."""
+    """Returns the folder of an undisturbed run."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them would take their time
     record(tmp_path / "finished", range(STEPS))
     return tmp_path / "finished"
 
 
 def lines_of(content: bytes) -> list[tuple[int, int, bytes]]:
-    """Where each line begins and ends, and the line."""
+    """Returns the begin, the end, and the bytes of each line."""
     lines, start = [], 0
     for line in content.splitlines(keepends=True):
         lines.append((start, start + len(line) - 1, line))
@@ -64,7 +64,7 @@ def lines_of(content: bytes) -> list[tuple[int, int, bytes]]:
 
 
 def tears(content: bytes) -> Iterator[tuple[bytes, Callable[[int, int], bool]]]:
-    """Files that a crash may leave; for each, whether the line that lay from start to end is still whole in it."""
+    """Returns files that a crash may leave, each with a test whether a line from start to end is still whole in it."""
     size = len(content)
     for at in range(size - 150, size):  # the file ends here
         yield content[:at], lambda start, end, at=at: end <= at
@@ -75,7 +75,7 @@ def tears(content: bytes) -> Iterator[tuple[bytes, Callable[[int, int], bool]]]:
 
 
 def strange_lines(content: bytes) -> Iterator[bytes]:
-    """The file with a line in it that is not a row with a step."""
+    """Returns files with a line that is not a row with a step."""
     half = content.index(b"\n", len(content) // 2) + 1
     for line in (*(json.dumps({"train/step": step, "text": "x"}).encode() for step in STRANGE_STEPS), *NOT_ROWS):
         yield content[:half] + line + b"\n" + content[half:]
@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(
 
 
 def run_on_a_full_disk(folder: Path, limit: int) -> int:
-    """In a child, no file of which may grow beyond `limit` bytes; the last step that was recorded, or -1."""
+    """Runs in a child, no file of which may exceed `limit` bytes; returns the last recorded step, or -1."""
     reader, writer = os.pipe()
 
     def run() -> None:
@@ -147,7 +147,7 @@ def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(finished_run: Pat
 def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No file may grow beyond a limit, which fails a write in the middle of a line, until it is waited for."""
+    """A limit on files fails a write in the middle of a line, until the run waits for it."""
     unlimited, size = resource.getrlimit(resource.RLIMIT_FSIZE), (finished_run / "completions.jsonl").stat().st_size
     waited: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Which ends of a run are followed by another start. The launcher is a script that ends as it is told to."""
+"""The ends of a run after which it is started again. The launcher is a script with scripted ends."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def command(folder: Path, restarts: int, *ends: dict[str, Any]) -> list[str]:
 
 
 def supervised(folder: Path, restarts: int, *ends: dict[str, Any]) -> tuple[int, list[list[str]], list[str]]:
-    """The exit code, the arguments of each start, and what was said, of launchers that end like this."""
+    """Returns the exit code, the arguments of each start, and the messages, for launchers with these ends."""
     done = subprocess.run(
         command(folder, restarts, *ends), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -75,7 +75,7 @@ def test_a_run_that_died_is_started_again_until_it_is_done(tmp_path: Path) -> No
 
 
 def test_a_run_goes_on_from_what_it_has_saved_itself_and_from_nothing_older(tmp_path: Path) -> None:
-    """Whatever the clocks say: the step that an earlier run has left has the newest time."""
+    """A checkpoint left by an earlier run is not used although its time is the newest."""
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
@@ -135,7 +135,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """Once: the launcher has a session of its own."""
+    """The launcher gets the signal once, since it has its own session."""
     process = subprocess.Popen(
         command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
     )

@@ -66,7 +66,7 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, steps: range, resumed_from: int | None = None, evaluate_every: int = 2) -> None:
-    """Train and evaluate; an evaluation is part of its step's one call."""
+    """Trains and evaluates; an evaluation is part of its step's single call."""
     tracker = make_tracker(folder, {"run": {"seed": 1}}, "demo", TrackingConfig(wandb="offline"), resumed_from)
     for step in steps:
         tracker.completions(step, [{"prompt": "1+1", "text": f"{step}\u2028"}])
@@ -383,13 +383,15 @@ def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
 
 
 def read_wandb(file: Path) -> list[dict[str, Any]]:
-    """The history in W&B's own file."""
+    """Returns the history in W&B's own file."""
     histories = [record.history.item for record in wandb_records(file) if record.HasField("history")]
     return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in h} for h in histories]
 
 
 def interrupted(folder: Path, other: str) -> None:
-    """Six steps in two sessions: the first is killed after its fourth, and the second resumes from its second."""
+    """Tracks six steps in two sessions: the first is killed after its fourth, and the second resumes from its
+    second.
+    """
     for steps, resumed_from in ((range(1, 5), None), (range(3, 7), 2)):
         tracker = make_tracker(
             folder,

@@ -1,4 +1,4 @@
-"""Runs that learned, that did not, and why, and that are too short to tell; from made rows of metrics.jsonl."""
+"""Verdicts on runs that learned, that did not, and that are too short to tell, from made rows of metrics.jsonl."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ SOUND = {
 
 
 def run(rewards: list[float], accuracy: tuple[float, ...] = (), **changes: float | None) -> Rows:
-    """The rows of a run with these rewards, evaluated before its first step and after its last."""
+    """Returns the rows of a run with these rewards, evaluated before its first step and after its last."""
     figures = SOUND | {key.replace("__", "/"): value for key, value in changes.items()}
     figures = {key: value for key, value in figures.items() if value is not None}
     rows: Rows = [{"train/step": n, "reward/mean": reward} | figures for n, reward in enumerate(rewards, 1)]
@@ -31,7 +31,7 @@ def run(rewards: list[float], accuracy: tuple[float, ...] = (), **changes: float
 
 
 def noisy(first: float, last: float, steps: int = 40, scatter: float = 0.05) -> list[float]:
-    """A straight line with noise of this standard deviation."""
+    """Returns a straight line with noise of this standard deviation."""
     noise = random.Random(f"{first}{last}{steps}")
     return [first + (last - first) * n / (steps - 1) + noise.gauss(0, scatter) for n in range(steps)]
 
@@ -59,7 +59,7 @@ def test_a_few_steps_are_too_few_to_tell(steps: int) -> None:
 
 
 def test_noise_alone_is_seldom_taken_for_learning() -> None:
-    """Two standard errors: of runs without a trend about one in 44 rises by chance."""
+    """About one in 44 runs without a trend exceeds two standard errors by chance."""
     risen = 0
     for seed in range(400):
         noise = random.Random(seed)
