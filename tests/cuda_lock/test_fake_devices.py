@@ -128,7 +128,7 @@ def test_a_policy_s_forward_pass_and_loss_wait_for_nothing(folder: Path, kind: s
     with mode, Waits() as waits:
         loss, sums = loss_fn(batch, outputs(policy, batch, 0.7))
     assert {figure.device for figure in [loss, *sums.values()]} == {CUDA}
-    assert not waits.found
+    assert not waits.counts
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
@@ -140,7 +140,7 @@ def test_a_critic_s_forward_pass_and_loss_wait_for_nothing(folder: Path, packing
     with mode, Waits() as waits:
         loss, sums = CriticLoss(AlgorithmConfig(), MiniBatch([], [], 100, 9))(batch, values(critic, batch))
     assert {figure.device for figure in [loss, *sums.values()]} == {CUDA}
-    assert not waits.found
+    assert not waits.counts
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["rounded", "float32"])
@@ -156,7 +156,7 @@ def test_the_head_s_gradients_are_added_up_without_waiting(wide: bool, entropy: 
     with mode, torch.no_grad(), Waits() as waits:
         gradients = logprobs._TargetLogprobs.backward(context, saved[4], saved[5] if entropy else None)
     assert [(g.device, g.dtype, g.shape) for g in gradients[:3]] == [(CUDA, t.dtype, t.shape) for t in saved[:3]]
-    assert not waits.found
+    assert not waits.counts
 
 
 class FakeDevice:
@@ -199,7 +199,7 @@ def test_weights_are_gathered_without_waiting(ranks: None) -> None:
         for number, bucket in enumerate(plan.buckets):
             buffer = torch.empty(bucket.nbytes + STAMP_BYTES, dtype=torch.uint8, device=CUDA)
             gather(source, bucket, buffer, number)
-    assert not waits.found
+    assert not waits.counts
 
 
 def test_a_worker_records_replays_and_digests_without_waiting(
@@ -226,7 +226,7 @@ def test_a_worker_records_replays_and_digests_without_waiting(
         second.load_parts([("a", 0, weights["a"].view(-1)[:50]), ("a", 50, weights["a"].view(-1)[50:])])
         second.load([("b", weights["b"])])
         second.finish()
-    assert not waits.found
+    assert not waits.counts
 
     flat = {name: weight.float().view(-1) for name, weight in real.items()}
     shards = {name: device.fake(values) for name, values in flat.items()}
@@ -238,19 +238,19 @@ def test_a_worker_records_replays_and_digests_without_waiting(
         third.pull([("a", 0, shards["a"][:50]), ("a", 50, neighbour[50:]), *pulled], {})
         third.load([("scaled", weights["scaled"])])
         third.finish()
-    assert not waits.found
+    assert not waits.counts
 
     factors = Factors(device.fake(torch.zeros(2, 6)), device.fake(torch.zeros(12, 2)), 0.5)
     fourth = WeightLoader(model, config, recording=first.recording)
     with Waits() as waits:
         fourth.begin(manifest)
         fourth.pull([("a", 0, shards["a"][:50]), ("a", 50, neighbour[50:])], {"a": lambda: factors})
-    assert not waits.found
+    assert not waits.counts
 
     with Waits() as waits:
         for targets in ([model.rows.data], [model.columns.data, model.norm.data]):  # of whole words, and not
             sum_up(targets, torch.bfloat16)
-    assert not waits.found
+    assert not waits.counts
 
 
 def test_weights_in_place_take_gradients_and_are_published_without_waiting(folder: Path) -> None:
@@ -273,7 +273,7 @@ def test_weights_in_place_take_gradients_and_are_published_without_waiting(folde
         policy._publish()
     assert {master.grad.device for master in policy.masters.values()} == {CUDA}
     assert all(memory[name].untyped_storage()._cdata == w.untyped_storage()._cdata for name, w in weights.items())
-    assert not waits.found
+    assert not waits.counts
 
 
 def test_memory_is_put_away_and_brought_back_with_one_wait_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,4 +294,4 @@ def test_memory_is_put_away_and_brought_back_with_one_wait_each(monkeypatch: pyt
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1200, 14]
     assert [tensor.untyped_storage()._cdata for tensor in tensors] == keys
     assert waited == [CUDA, CUDA]
-    assert not waits.found
+    assert not waits.counts

@@ -29,18 +29,18 @@ class Waits:
     Copies between host and device count, unless they are asynchronous. A tensor on the CPU stands for one on a device.
 
     Attributes:
-        found: function -> number of waits.
+        counts: function -> number of waits.
         operations: number of operations that were inspected.
     """
 
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.operations = 0
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
         self._modes.enter_context(_Operations(self))
-        self._modes.enter_context(_Reads(self.found))
+        self._modes.enter_context(_Reads(self.counts))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +57,7 @@ class _Operations(TorchDispatchMode):
         result = function(*args, **kwargs)
         self._seen.operations += 1
         if waits(function._schema.name.removeprefix("aten::"), args, kwargs, result):
-            self._seen.found[asked_by()] += 1
+            self._seen.counts[asked_by()] += 1
         return result
 
 

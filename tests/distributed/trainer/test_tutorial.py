@@ -22,7 +22,7 @@ def command(beginning: str) -> list[str]:
     return shlex.split(line)
 
 
-def shown(text: str) -> bool:
+def page_shows(text: str) -> bool:
     """True if the page shows this text, whatever its numbers."""
     return re.sub(r"\d+", "N", text) in re.sub(r"\d+", "N", PAGE)
 
@@ -33,7 +33,7 @@ def test_commands_of_the_tutorial_do_what_the_page_shows(
     """The long run with the first reward is left out: the run with the second one is interrupted and resumed."""
     monkeypatch.chdir(tmp_path)
     assert main(command("new")) == 0
-    assert shown(capsys.readouterr().out.splitlines()[0])
+    assert page_shows(capsys.readouterr().out.splitlines()[0])
     rewards = tmp_path / "mine/reward.py"
     first, second = re.findall(r"^```python\n(def .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert rewards.read_text() == first
@@ -49,16 +49,16 @@ def test_commands_of_the_tutorial_do_what_the_page_shows(
     run.wait_for_steps(3)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait() == 130
-    assert shown(
+    assert page_shows(
         next(line for line in run.output().splitlines() if "interrupted by SIGINT" in line).partition(" step")[0]
     )
     before = run.rows()
     resumed = Run(recipe, *options, ranks=1, name="varied", preloaded=True)
     assert resumed.wait() == 0, resumed.output()
     resuming = next(line for line in resumed.output().splitlines() if "resuming from" in line)
-    assert shown(resuming.replace(f"{tmp_path}/mine/", ""))
+    assert page_shows(resuming.replace(f"{tmp_path}/mine/", ""))
     rows = [row for row in resumed.rows() if row["train/step"] == before[-1]["train/step"]]
     assert {row["reward/mean"] for row in rows} == {before[-1]["reward/mean"]}
     monkeypatch.chdir(tmp_path / "mine")
     assert main(command("report")) == 0
-    assert shown(capsys.readouterr().out.splitlines()[-1])
+    assert page_shows(capsys.readouterr().out.splitlines()[-1])

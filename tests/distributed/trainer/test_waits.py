@@ -87,4 +87,4 @@ def update_waits(kind: str, model: Any, count: int) -> Counter[str]:
             model.update(batches, CriticLoss(config, minibatch))
         else:
             model.update(batches, PolicyLoss(config, minibatch, 32), 0.7)
-    return waits.found
+    return waits.counts

@@ -137,7 +137,7 @@ def test_answers_to_images_are_the_same_in_slices(vlm: ImageEngine) -> None:
         assert len(one.token_ids) > 5 and one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
-def shown(*parts: str | Image) -> dict[str, Any]:
+def openai_message(*parts: str | Image) -> dict[str, Any]:
     """A user's message in the form of OpenAI's clients."""
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     content = [
@@ -186,7 +186,7 @@ async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any
         first = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": row["question"]}]
         messages: list[Any] = [{"role": "user", "content": first}]
         answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
-        messages += [answer, shown("and this: ", PICTURES[1])]
+        messages += [answer, openai_message("and this: ", PICTURES[1])]
         await api.chat.completions.create(model=model, messages=messages)
     return 0.5
 
@@ -247,7 +247,10 @@ def chats(llm: Any, prompts: Any, params: Any) -> Any:
     """A sampler that chats: a turn with the row's image, and one with another image."""
     turns = [list(prompt.messages) for prompt in prompts]
     for messages, output in zip(turns, llm.chat(turns), strict=True):
-        messages += [{"role": "assistant", "content": output.outputs[0].text}, shown("and this: ", PICTURES[1])]
+        messages += [
+            {"role": "assistant", "content": output.outputs[0].text},
+            openai_message("and this: ", PICTURES[1]),
+        ]
     return llm.chat(turns)
 
 
@@ -402,11 +405,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (url_part("/etc/hostname"), {}, "the request has an image (1) without a data URL"),
     (url_part("data:image/png;base64,@@"), {}, "has an image (1) that is a data URL whose base64 is broken"),
     (url_part("data:image/png;base64,AAAA"), {}, "the request has an image (1) that is not an image of a known kind"),
-    (shown(*[PICTURES[1]] * 4), {}, "the request has 4 images, more than data.max_images = 3"),
-    (shown(LARGE), {}, "more than rollout.max_image_mib"),
-    (shown(bomb()), {}, "has 8000 x 8000 pixels, more than any image may have (33554432)"),
-    (shown(PICTURES[1], "<|image_pad|>"), {}, "the request has 1 images, but 2 placeholders (<|image_pad|>)"),
-    (shown(PICTURES[1]), {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens may cut an image in two: leave it out"),
+    (openai_message(*[PICTURES[1]] * 4), {}, "the request has 4 images, more than data.max_images = 3"),
+    (openai_message(LARGE), {}, "more than rollout.max_image_mib"),
+    (openai_message(bomb()), {}, "has 8000 x 8000 pixels, more than any image may have (33554432)"),
+    (openai_message(PICTURES[1], "<|image_pad|>"), {}, "the request has 1 images, but 2 placeholders (<|image_pad|>)"),
+    (
+        openai_message(PICTURES[1]),
+        {"truncate_prompt_tokens": 9},
+        "truncate_prompt_tokens may cut an image in two: leave it out",
+    ),
     (
         {"role": "user", "content": [{"type": "image_url", "image_url": {}, "uuid": "a"}]},
         {},
@@ -435,13 +442,13 @@ def test_images_are_decoded_one_at_a_time_over_all_requests(
 
     monkeypatch.setattr(Image, "read", waiting)
     with ThreadPoolExecutor(2) as pool:
-        messages = [shown(PICTURES[1], "what?")]
+        messages = [openai_message(PICTURES[1], "what?")]
         answers = list(pool.map(lambda _: asked(server, "/chat/completions", messages=messages), range(2)))
     assert [status for status, _ in answers] == [200, 200] and met == []
 
 
 def test_conversations_that_differ_only_in_an_image_are_kept_apart(vlm: ImageEngine, server: OpenAIServer) -> None:
-    first = [[shown(image, "what?")] for image in (PICTURES[1], images((57, 56))[0])]
+    first = [[openai_message(image, "what?")] for image in (PICTURES[1], images((57, 56))[0])]
     for messages in first:
         same = {"allowed_token_ids": [40]}  # so that only the images distinguish the conversations
         _, answer = asked(server, "/chat/completions", "two", messages=messages, **same)
@@ -468,7 +475,11 @@ def as_message(image: Image) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "form"),
-    [("/chat/completions", lambda i: shown(i, "what?")), ("/responses", as_response), ("/messages", as_message)],
+    [
+        ("/chat/completions", lambda i: openai_message(i, "what?")),
+        ("/responses", as_response),
+        ("/messages", as_message),
+    ],
 )
 def test_ids_only_grow_over_turns_with_images_in_every_dialect(
     vlm: ImageEngine, server: OpenAIServer, path: str, form: Callable[[Image], dict[str, Any]]

@@ -24,11 +24,11 @@ def test_every_rank_gets_the_reduction_of_all_in_rank_order(count: int, length: 
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
-def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
+def test_all_ranks_learn_of_a_rank_that_is_gone(count: int) -> None:
     swap = ranks._swap
     for dead in range(count):
 
-        def told(dead: int = dead) -> str:
+        def error_message(dead: int = dead) -> str:
             if rank() == dead:
                 return "gone"
             with pytest.raises(RuntimeError) as caught:
@@ -39,7 +39,7 @@ def test_all_are_told_of_a_rank_that_is_gone(count: int) -> None:
             return ["gone", None] if whom == dead else swap(messages, whom, group)
 
         with patch.object(ranks, "_swap", broken):
-            assert on_ranks(count, told) == ["gone"] * count
+            assert on_ranks(count, error_message) == ["gone"] * count
 
 
 def test_an_error_on_a_gpu_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,11 @@ from trainer.rollouts.pool import RolloutError, check_failures
 TOKENIZER = merging_tokenizer()
 
 
-class Own(BaseException):
+class NotAnException(BaseException):
     """An exception that is not an `Exception`."""
 
 
-class Unreadable(Own):
+class Unreadable(NotAnException):
     def __str__(self) -> str:
         raise SystemExit(7)
 
@@ -43,7 +43,7 @@ RAISED: list[tuple[BaseException, str]] = [
     (KeyboardInterrupt(), "KeyboardInterrupt"),
     (asyncio.CancelledError("a leaked scope"), "CancelledError: a leaked scope"),
     (GeneratorExit("odd"), "GeneratorExit: odd"),
-    (Own("mine"), "Own: mine"),
+    (NotAnException("mine"), "NotAnException: mine"),
     (BaseExceptionGroup("several", [SystemExit(1)]), "BaseExceptionGroup: several (1 sub-exception)"),
     (Unreadable(), "Unreadable, whose message cannot be read"),
     (ValueError("plain \ud800"), "ValueError: plain ?"),
@@ -80,13 +80,13 @@ def episodes_of(function: Any) -> list[Trajectory]:
 
 @pytest.mark.parametrize(("error", "named"), RAISED, ids=[name.split(":")[0] for _, name in RAISED])
 def test_an_episode_fails_with_the_name_of_any_exception_of_a_custom_rollout(error: BaseException, named: str) -> None:
-    async def own(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+    async def raising_rollout(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         done = await answer(llm)
         if llm.prompt_index in (2, 5):
             raise error
         return done
 
-    trajectories = episodes_of(own)
+    trajectories = episodes_of(raising_rollout)
     assert [(t.prompt_index, t.error) for t in trajectories] == [(i, named if i in (2, 5) else "") for i in range(8)]
     with pytest.raises(RolloutError, match="2 of 8 episodes failed"):
         check_failures(as_answers(trajectories), 0.1)

@@ -19,7 +19,7 @@ def recipe(**sections: Any) -> TrainConfig:
     return make_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
-def said(config: TrainConfig) -> list[str]:
+def rollout_problems(config: TrainConfig) -> list[str]:
     return [problem for problem in find_problems(config, "train", {}) if "rollout." in problem]
 
 
@@ -51,7 +51,7 @@ def said(config: TrainConfig) -> list[str]:
 def test_settings_that_conflict_with_slices_are_refused_in_one_sentence(
     sections: dict[str, Any], sentence: str
 ) -> None:
-    [problem] = said(recipe(**sections))
+    [problem] = rollout_problems(recipe(**sections))
     assert sentence in problem and len(problem) < 300
 
 
@@ -67,7 +67,7 @@ def test_settings_that_conflict_with_slices_are_refused_in_one_sentence(
     ],
 )
 def test_keys_that_do_not_conflict_with_slices_are_accepted(sections: dict[str, Any]) -> None:
-    assert said(recipe(**sections)) == []
+    assert rollout_problems(recipe(**sections)) == []
 
 
 @pytest.mark.parametrize(

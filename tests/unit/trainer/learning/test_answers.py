@@ -77,11 +77,11 @@ def test_any_place_among_the_sorted_numbers_of_all_ranks_is_found_exactly(ranks:
     numbers = [*AWKWARD, *torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist(), math.nan]
     ordered = sorted(torch.tensor(numbers[:-1]).tolist())
 
-    def found() -> tuple[int, list[float]]:
+    def numbers_in_order() -> tuple[int, list[float]]:
         count, nth_smallest = over_ranks(torch.tensor(numbers[rank() :: ranks]))
         return count, [nth_smallest(place) for place in range(len(numbers))]
 
-    for count, places in on_ranks(ranks, found):
+    for count, places in on_ranks(ranks, numbers_in_order):
         assert count == len(numbers) and places[:-1] == ordered and math.isnan(places[-1])
 
 
@@ -93,11 +93,11 @@ def test_the_gap_equals_a_loop_over_all_tokens(ranks: int) -> None:
     distances = sorted(map(abs, differences))
     config = AlgorithmConfig(clip_low=0.2, clip_high=0.28)
 
-    def own() -> dict[str, float]:
+    def gap_of_rank() -> dict[str, float]:
         mine = slice(rank(), 100, ranks), slice(100 + rank(), None, ranks)
         return engine_gap([(trainer[part], engine[part]) for part in mine], config)
 
-    for got in on_ranks(ranks, own):
+    for got in on_ranks(ranks, gap_of_rank):
         assert got["gap/mean"] == pytest.approx(statistics.fmean(distances), rel=1e-12)
         assert got["gap/p95"] == distances[189] and got["gap/max"] == distances[-1]
         assert got["gap/outside_clip"] == sum(not 0.8 <= math.exp(d) <= 1.28 for d in differences) / 200
@@ -169,14 +169,14 @@ def test_a_trajectory_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
     step = random_step(4, 2, seed=1)
     step[0].turns = -1
 
-    def told() -> str:
+    def error_message() -> str:
         try:
             as_answers(step)
         except RemoteError as error:
             return str(error)
         return ""
 
-    assert all("rank 0: OverflowError" in words for words in on_ranks(3, told))
+    assert all("rank 0: OverflowError" in words for words in on_ranks(3, error_message))
 
 
 class Sent(Exception):

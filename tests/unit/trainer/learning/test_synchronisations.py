@@ -149,7 +149,7 @@ def test_forward_does_not_wait_for_the_gpu(packing: bool, dtype: torch.dtype, mo
             result = outputs(policy, there, 0.7)
             worth = values(critic, there)
     assert {x.device.type for x in (result.logprobs, result.entropy, result.values, worth)} == {"cuda"}
-    assert waits.operations > 100 and not waits.found
+    assert waits.operations > 100 and not waits.counts
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -163,7 +163,7 @@ def test_no_loss_waits_for_the_gpu(case: dict[str, Any], monkeypatch: pytest.Mon
             loss, sums = PolicyLoss(config, minibatch, 20)(there, result)
             value_loss, value_sums = CriticLoss(config, minibatch)(there, there.loss_mask)
     assert {x.device.type for x in (loss, value_loss, *sums.values(), *value_sums.values())} == {"cuda"}
-    assert waits.operations > 20 and not waits.found
+    assert waits.operations > 20 and not waits.counts
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -176,7 +176,7 @@ def test_backward_has_no_operation_that_would_wait(case: dict[str, Any]) -> None
         with Waits() as waits:
             loss.backward()  # type: ignore[no-untyped-call]
     assert policy.model.base_model.layers[0].mlp.up_proj.weight.grad is not None
-    assert waits.operations > 50 and not waits.found
+    assert waits.operations > 50 and not waits.counts
 
 
 def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -149,7 +149,7 @@ class Step:
         self.prompts = [prompt.id for prompt in sampled.prompts]
         self.trained = [sampled.prompts[i].id for i in sorted({a.prompt_index for a in sampled.kept()[0]})]
         self.answers = [(self.prompts[a.prompt_index], a.sample_index, a.length, a.error) for a in sampled.answers]
-        self.own = {
+        self.trajectories = {
             (self.prompts[a.prompt_index], a.sample_index): a.trajectory for a in sampled.answers if a.trajectory
         }
         self.figures, self.sampling = dict(figures), sampled.metrics()
@@ -193,7 +193,7 @@ def together(steps: list[list[Step]], index: int) -> dict[tuple[int, int], Traje
     """Returns all ranks' trajectories of a step."""
     trajectories: dict[tuple[int, int], Trajectory] = {}
     for of_rank in steps:
-        trajectories |= of_rank[index].own
+        trajectories |= of_rank[index].trajectories
     return trajectories
 
 
@@ -223,7 +223,7 @@ def test_each_prompt_is_trained_once_with_the_tokens_it_has_without_slices() -> 
 
 def test_more_ranks_train_the_same_trajectories_in_the_same_steps() -> None:
     one, two = run(config(), 8), run(config(), 8, ranks=2)
-    assert all(any(step.own for step in of_rank) for of_rank in two)
+    assert all(any(step.trajectories for step in of_rank) for of_rank in two)
     for index in range(8):
         assert together(two, index) == together(one, index)
         assert one[0][index].figures == two[0][index].figures == two[1][index].figures
@@ -286,7 +286,7 @@ def test_a_run_that_is_resumed_on_one_or_two_ranks_trains_the_same(
         results = on_ranks(count, session) if count > 1 else [session()]
         for index in range(done, until):
             rank_steps = [steps for steps, _ in results]
-            assert together(rank_steps, index - done) == straight[index].own
+            assert together(rank_steps, index - done) == straight[index].trajectories
             assert rank_steps[0][index - done].figures == straight[index].figures
         written, position, done = folder, results[0][1], until
 
@@ -303,7 +303,7 @@ def test_carried_groups_are_trained_once_by_a_run_with_smaller_ones(
     assert any(len(group.done) == 4 for group in groups) and any(group.unfinished for group in groups)
     again = Crew(config(5), start=tmp_path, step=3)
     again.position = crew.position
-    trained = Counter(place for _ in range(3) for place in again.do().own)
+    trained = Counter(place for _ in range(3) for place in again.do().trajectories)
     again.close()
     carried = {prompt.id for group in groups for prompt in PROMPTS.take(group.place, 1, 3)}
     assert set(trained.values()) == {1} and all((prompt, n) in trained for prompt in carried for n in range(GROUP))
@@ -326,7 +326,7 @@ def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Pat
     (tmp_path / "carried_0.msgpack").write_bytes(kept)
     again = Crew(config(), start=tmp_path, step=3)
     again.position = at
-    assert [again.do().own for _ in range(3)] == [step.own for step in straight[3:]]
+    assert [again.do().trajectories for _ in range(3)] == [step.trajectories for step in straight[3:]]
     again.close()
 
 
@@ -398,12 +398,12 @@ def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
     held_out = [Prompt(1000 + index, (9, index), {}) for index in range(5)]
     plain, cut, alone = Crew(config(None)), Crew(config()), Crew(config())
     for _ in range(6):
-        trajectories, evaluated = cut.do().own, []
+        trajectories, evaluated = cut.do().trajectories, []
         for crew in (plain, cut):
             settings = RolloutSettings(GROUP, SamplingSettings(LONGEST), cut.step, seed=3, step=-1)
             evaluated.append([answer.trajectory for answer in crew.pool.run(held_out, settings, Terms(60))])
         assert evaluated[0] == evaluated[1]
-        assert trajectories == alone.do().own
+        assert trajectories == alone.do().trajectories
     for crew in (plain, cut, alone):
         crew.close()
 
@@ -415,7 +415,7 @@ class Tools:
         self.calls: Counter[tuple[int, ...]] = Counter()
         self.under_way, self.seconds = 0, seconds
         self.look: Callable[[], str] = str
-        self.said: list[tuple[int, str]] = []  # in tools, how many were, and what `look` told
+        self.replies: list[tuple[int, str]] = []  # in tools, how many were, and what `look` told
 
     async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         ids = list(llm.prompt_ids)
@@ -428,7 +428,7 @@ class Tools:
             self.calls[*llm.prompt_ids, llm.sample_index, turn] += 1
             self.under_way += 1
             async with llm.away():
-                self.said.append((self.under_way, self.look()))
+                self.replies.append((self.under_way, self.look()))
                 await asyncio.sleep(self.seconds)
             self.under_way -= 1
             done.extend([7, 7])
@@ -439,8 +439,8 @@ class Tools:
 def test_episodes_with_tools_give_the_same_ids_and_call_as_often() -> None:
     plain_tools, tools = Tools(), Tools()
     [plain], [cut] = run(config(None), 4, function=plain_tools), run(config(3, 3), 8, function=tools)
-    reference = {place: t for step in plain for place, t in step.own.items()}
-    trajectories = {place: t for step in cut for place, t in step.own.items() if place in reference}
+    reference = {place: t for step in plain for place, t in step.trajectories.items()}
+    trajectories = {place: t for step in cut for place, t in step.trajectories.items() if place in reference}
     assert trajectories.keys() == reference.keys()
     for place, trajectory in trajectories.items():
         assert trajectory.response_ids == reference[place].response_ids
@@ -458,9 +458,9 @@ def test_an_episode_in_a_tool_is_waited_for_when_all_others_are_parked() -> None
         crew.do()
         assert tools.under_way == 0 and crew.source.waits_for() == ""
     crew.close()
-    assert all(int(words.split()[0]) >= count for count, words in tools.said)
-    assert (3, "3 episodes in tools or reward functions") in tools.said
-    assert (1, "1 episode in tools or reward functions") in tools.said
+    assert all(int(words.split()[0]) >= count for count, words in tools.replies)
+    assert (3, "3 episodes in tools or reward functions") in tools.replies
+    assert (1, "1 episode in tools or reward functions") in tools.replies
 
 
 def test_a_slice_waits_for_work_of_an_episode_beside_its_answer() -> None:
@@ -493,7 +493,7 @@ def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(func
     crew = Crew(config(3, 2), function)
     cut = 0
     for step in range(12):
-        trained = crew.do().own
+        trained = crew.do().trajectories
         for answer in crew.source.untrained():
             t = answer.trajectory
             assert t is not None and t.weight_version == step and 0 < answer.sampled > answer.old
@@ -520,8 +520,8 @@ def test_episodes_of_several_answers_begin_anew_after_a_kill(
     steps += [again.do() for _ in range(5)]
     again.close()
     assert f"{unfinished} unfinished episodes start again from their prompts" in capsys.readouterr().err
-    ids = {place: t.response_ids for step in steps for place, t in step.own.items()}
-    reference = {place: t.response_ids for step in straight for place, t in step.own.items()}
+    ids = {place: t.response_ids for step in steps for place, t in step.trajectories.items()}
+    reference = {place: t.response_ids for step in straight for place, t in step.trajectories.items()}
     assert unfinished and all(ids[place] == reference[place] for place in ids.keys() & reference.keys())
     assert len(ids.keys() & reference.keys()) > 5 * 4 * GROUP
 
@@ -563,9 +563,13 @@ def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
     crew.pool._rewards = Checks()  # type: ignore[assignment]
     outcomes = []
     for step in (crew.do() for _ in range(steps)):
-        assert all(bool(error) == bool(step.own[p, s].error) for p, s, _, error in step.answers if (p, s) in step.own)
-        counted = {place: t.metrics.get("reward/errors/check/timeout") for place, t in step.own.items()}
-        outcomes.append({p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.own.items()})
+        assert all(
+            bool(error) == bool(step.trajectories[p, s].error)
+            for p, s, _, error in step.answers
+            if (p, s) in step.trajectories
+        )
+        counted = {place: t.metrics.get("reward/errors/check/timeout") for place, t in step.trajectories.items()}
+        outcomes.append({p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.trajectories.items()})
     return outcomes
 
 

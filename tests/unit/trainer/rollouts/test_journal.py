@@ -36,7 +36,7 @@ class Session(Crew):
     def steps(self, count: int) -> Steps:
         results = []
         for _ in range(count):
-            results.append(self.do().own)
+            results.append(self.do().trajectories)
         return results
 
 

@@ -48,7 +48,7 @@ def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answe
     return answers, [100 + ids[1] for ids in engine.prompts[::GROUP]]
 
 
-def told(answers: list[Answer]) -> list[object]:
+def trajectories_of(answers: list[Answer]) -> list[object]:
     return [answer.trajectory for answer in answers]
 
 
@@ -58,7 +58,7 @@ def test_the_longest_begin_first_and_the_answers_stay_the_same() -> None:
     lengths = {100: 5, 101: 9, 103: 7}  # of 102 nothing is known yet
     sorted_answers, order = answered(lengths)
     assert order == [102, 101, 103, 100]
-    assert told(sorted_answers) == told(plain)
+    assert trajectories_of(sorted_answers) == trajectories_of(plain)
     # Of each prompt the longest of its group is remembered, and decides from then on.
     longest = {
         prompt.id: max(len(a.trajectory.response_ids) for a in plain if a.trajectory and a.prompt_index == index)
@@ -66,7 +66,9 @@ def test_the_longest_begin_first_and_the_answers_stay_the_same() -> None:
     }
     assert lengths == longest
     again, order = answered(lengths)
-    assert order == sorted(longest, key=lambda prompt: -longest[prompt]) and told(again) == told(plain)
+    assert order == sorted(longest, key=lambda prompt: -longest[prompt]) and trajectories_of(again) == trajectories_of(
+        plain
+    )
 
 
 def test_episodes_that_failed_say_nothing_of_their_length() -> None:
