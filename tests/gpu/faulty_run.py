@@ -132,7 +132,7 @@ def shift(count: int = 100) -> bool:
 
     processes.start_guardian()
     init_process_group(300, "cuda")
-    shifts, fine = Shifts("staged"), True
+    shifts, fine = Shifts("staged", shifts=0), True
     for who in ("trainer", "worker"):
         for number in range(1, count + 1):
             shifts.outcome(0)
@@ -156,7 +156,7 @@ def shift(count: int = 100) -> bool:
             except Exception as error:
                 print(f"  anew, as {str(error)[:150]}", flush=True)
                 shifts.resources.close()
-                shifts = Shifts("staged")
+                shifts = Shifts("staged", shifts=0)
     return fine
 
 

@@ -98,7 +98,8 @@ def delay(seed: int) -> None:
 class Shifts:
     """A policy and an engine, and the outcomes of their first shifts, at once."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, shifts: int = 20) -> None:
+        """`shifts`: the number of those over which the device's free bytes are compared."""
         self.way, self.resources = way, ExitStack()
         doctor_trials.PROMPTS, doctor_trials.TOKENS = 2, 4
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
@@ -116,8 +117,8 @@ class Shifts:
         self.start = {key: {name: t.clone() for name, t in state[key].items()} for key in ("model", "optimizer")}
         self.start["counters"] = state["counters"]
         self.expected = [self.outcome(number) for number in range(CYCLE)]
-        free = [self.outcome(number)[-2:] for number in range(20)]
-        print(f"{way}: bytes free, awake and asleep, over 20 shifts: {sorted(set(free))}", flush=True)
+        free = [self.outcome(number)[-2:] for number in range(shifts)]
+        print(f"{way}: bytes free, awake and asleep, over {shifts} shifts: {sorted(set(free))}", flush=True)
 
     def outcome(self, number: int) -> tuple[Any, ...]:
         """Runs a shift; returns answers, log-probabilities, the weights' digest, and free bytes awake and asleep."""
