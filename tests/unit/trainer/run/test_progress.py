@@ -224,7 +224,7 @@ def test_compare_draws_a_picture_and_refuses_what_is_no_run(tmp_path: Path, monk
     done = subprocess.run([*script, "run"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG"), done.stderr
     done = subprocess.run([*script, "run", "absent"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "absent holds no metrics.jsonl" in done.stderr
+    assert done.returncode == 2 and "absent has no metrics.jsonl" in done.stderr
 
 
 def test_only_a_terminal_shows_the_current_phase(monkeypatch: pytest.MonkeyPatch) -> None:
