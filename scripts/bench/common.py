@@ -1,6 +1,8 @@
 """Common parts of the benchmarks: random models that never touch a disk, engines for them, tables and JSON."""
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -280,6 +282,44 @@ def origin() -> dict[str, Any]:
         "torch": torch.__version__,
         "load": os.getloadavg()[0],
     }
+
+
+class PeakMemory:
+    """The most memory in use inside, in bytes, beyond what was in use before: the device's, or resident host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.nbytes = device, 0
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark begins anew
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        self.nbytes = peak - self._before
+
+
+def _status(key: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) << 10
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second in a product of two large square matrices, the best of several."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        best = min(best, timed(lambda: a @ b, device))
+    return 2 * size**3 / best
 
 
 def median(values: Sequence[float]) -> float:

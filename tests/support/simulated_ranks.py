@@ -113,7 +113,7 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
     """
     ways = config.policy.sequence_parallel
     parts = [config.batch.tokens_per_micro_batch // ways] * ways
-    elements = logprobs.cuda_chunk_elements(int(DEVICE_GIB * GIB))
+    elements = logprobs.cuda_block_elements(int(DEVICE_GIB * GIB))
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any) -> Any:
         if ways == 1:

@@ -32,7 +32,7 @@ from trainer.estimates.model_sizes import (
     shard,
     shards_of,
 )
-from trainer.policy.logprobs import CPU_ELEMENTS, MIN_CHUNK, cuda_chunk_elements
+from trainer.policy.logprobs import CPU_ELEMENTS, block_shape, cuda_block_elements
 from trainer.policy.module import AutoValueModel
 
 GIB = 2**30
@@ -80,7 +80,7 @@ class _Moment:
     weights: float  # gathered weights, and gathers in progress
     gradients: float  # unsharded gradients, and the inputs of reductions
     activations: float  # activations kept for backward or recomputed, and their gradients
-    logits: float  # logits of a chunk of targets, and the head's gradient while it is summed
+    logits: float  # a block of logits, and the gradients of the head and of its input
 
     @property
     def total(self) -> float:
@@ -116,7 +116,7 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
         MemoryPart("gathered weights", 0, most.weights, remark),
         MemoryPart("gradients on their way", 0, most.gradients, remark),
         MemoryPart("activations", 0, most.activations, remark),
-        MemoryPart("logits", 0, most.logits, "of a chunk of targets, and the head's gradient"),
+        MemoryPart("logits", 0, most.logits, "a block of them, and the gradients of the head and of its input"),
     ]
     return [*parts, *(part for part in passing if part.training)]
 
@@ -271,8 +271,9 @@ def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) 
 def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_gib: float) -> _Moment:
     """The moment of an update's backward that needs the most memory, out of three:
 
-    - output head: its gradient is summed in float32 beside three tables of a chunk's logits, two of float32 and one of
-      w bytes (`trainer.policy.logprobs`), or is cast at the end, while the last layer is gathered;
+    - output head: its gradient and that of its input, summed in float32 for a block of columns and for all targets,
+      and three tables of a block's logits, two of float32 and one of w bytes (`trainer.policy.logprobs`), while the
+      last layer is gathered;
     - last layer: its results exist again, with gradients of its MLP, while reductions hold the head's or a layer's
       gradients in float32, and the next layer is gathered;
     - embeddings, at the end: their gradient, and its float32 copy for the reduction.
@@ -290,10 +291,10 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
         before = within = 0 if learner.unsharded else w * model.total
     elif deepspeed:
         before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
-    logits = cuda_chunk_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
-    vocabulary = model.config["vocab_size"]
-    tables = (2 * _FLOAT32 + w) * min(max(logits, MIN_CHUNK * vocabulary), targets * vocabulary)
-    head = _FLOAT32 * model.head + max(tables, w * model.head) if trains else tables
+    logits = cuda_block_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
+    rows, columns = block_shape(logits, model.config["vocab_size"])
+    head = (2 * _FLOAT32 + w) * min(rows, targets) * columns + (_FLOAT32 + w) * targets * model.config["hidden_size"]
+    head += w * model.head + _FLOAT32 * columns * model.config["hidden_size"] if trains else 0
     # ZeRO-1 and 2 collect gradients in two alternating buffers (`setup_buckets` in
     # deepspeed/runtime/zero/stage_1_and_2.py), which also hold the float32 copies.
     buckets: float = 2 * w * ZERO_BUCKET if deepspeed and policy.zero_stage < 3 else 0

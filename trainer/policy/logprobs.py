@@ -1,27 +1,41 @@
-"""Log-probabilities and entropy of targets from hidden states, in chunks, without a tensor of all logits.
+"""Log-probabilities and entropy of targets from hidden states, in blocks, without a tensor of all logits.
 
-Legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary. The forward pass keeps two numbers per token (the
-logarithm of the normaliser, and the entropy); the backward pass computes each chunk's logits once more. Both need the
-memory of a few [C, V] float32 tensors, however long the batch is.
+Legend: N tokens, H hidden size, V vocabulary; a block has R tokens and C columns of the vocabulary. The forward pass
+goes through the blocks with a running maximum and running sums, and keeps two numbers per token (the logarithm of the
+normaliser, and the entropy); the backward pass computes each block's logits once more. Both need the memory of a few
+[R, C] float32 tensors, however long the batch and however large the vocabulary is, and the head's gradient is written
+once, a block of columns after the other (arXiv:2411.09009).
+
+Logits are not kept between the passes: beside the head's gradient [V, H], which is not there yet in the forward pass,
+there is room for those of H tokens. With H = 512 and N = 2,048 this would save a quarter of one product of four.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of one chunk's float32 logits on a CPU: 4 MiB, so that the softmax runs in the cache. With fewer tokens than
-# MIN_CHUNK, reading the weight costs more than multiplying by it: on a CPU with a vocabulary of 152k, chunks of 8 took
-# five times as long as chunks of 256.
-CPU_ELEMENTS = 1 << 20
-MIN_CHUNK = 256
+# Elements of one block's float32 logits on a CPU: 8 MiB (1,024 tokens, 2,048 columns), so that the softmax runs in the
+# cache while the product is large enough for its full rate.
+CPU_ELEMENTS = 1 << 21
 
-# Share of a GPU's memory for one chunk's float32 logits. Large chunks pay, since in backward each chunk reads and
-# writes the head's entire gradient: of 80 GiB the share is 1 GiB (1,764 tokens with a vocabulary of 152k), beside which
-# two more such tensors exist. It is a share of all memory, not of the free memory, which would change the order of
-# summation in a resumed run.
-DEVICE_SHARE = 1 / 80
+# Share of a GPU's memory for one block's float32 logits: of 80 GiB 128 MiB (4,096 tokens, 8,192 columns). It is a share
+# of all memory, not of the free memory, which would change the order of summation in a resumed run.
+DEVICE_SHARE = 1 / 640
+
+
+class Logits:
+    """What a model's head makes of its products, here the identity; models that scale or cap logits override it."""
+
+    def of(self, products: Tensor) -> Tensor:
+        """Returns the logits of the products [R, C], before the temperature; may overwrite them."""
+        return products
+
+    def slopes(self, logits: Tensor) -> Tensor | None:
+        """Returns the derivatives of the logits [R, C] that `of` returned, in a tensor of its own; None means 1."""
+        return None
 
 
 def target_logprobs(
@@ -30,8 +44,9 @@ def target_logprobs(
     bias: Tensor | None,  # [V]
     targets: Tensor,  # [N] int64
     temperature: float = 1.0,  # > 0; the temperature the targets were sampled at
-    chunk_tokens: int | None = None,  # C; by default chosen from V and the device
+    block: tuple[int, int] | None = None,  # R and C; by default chosen from V and the device
     fp32_head: bool = False,
+    head: Logits | None = None,  # by default the products are the logits
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
@@ -41,33 +56,44 @@ def target_logprobs(
     (`EngineSettings.fp32_head`), or the gap between the two grows. Returns logprobs [N] and entropy [N] in nats,
     float32.
     """
-    if chunk_tokens is None:
+    if block is None:
         elements = CPU_ELEMENTS
         if hidden.is_cuda:
-            elements = cuda_chunk_elements(torch.cuda.get_device_properties(hidden.device).total_memory)
-        chunk_tokens = max(MIN_CHUNK, elements // weight.shape[0])
-    logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, fp32_head)
+            elements = cuda_block_elements(torch.cuda.get_device_properties(hidden.device).total_memory)
+        block = block_shape(elements, weight.shape[0])
+    wide = fp32_head and hidden.dtype is not torch.promote_types(hidden.dtype, torch.float32)
+    settings = (temperature, block, wide, head or Logits())
+    logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, settings)
     return logprobs, entropy
 
 
-def cuda_chunk_elements(device_bytes: int) -> int:
+def cuda_block_elements(device_bytes: int) -> int:
     """The number of logits computed at a time on a GPU with `device_bytes` of memory."""
     return int(device_bytes * DEVICE_SHARE / 4)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: bool) -> Tensor:
-    """The logits of a chunk divided by the temperature, [C, V], float32 or wider, not yet normalised."""
+def block_shape(elements: int, vocabulary: int) -> tuple[int, int]:
+    """Returns the tokens and the columns of a block: twice as many columns as tokens, a power of 2, if there are."""
+    columns = min(vocabulary, 1 << ((2 * elements).bit_length() // 2))
+    return max(1, elements // columns), columns
+
+
+def _parts(size: int, part: int) -> Iterator[slice]:
+    return (slice(start, min(start + part, size)) for start in range(0, size, part))
+
+
+def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
+    """Returns what the head computes for a block, [R, C], in float32 or wider."""
     if wide and hidden.is_cuda:  # reads bfloat16, sums and writes float32, without a float32 copy of the weight
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        logits = logits if bias is None else logits.add_(bias)
-    else:
-        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+        products = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return products if bias is None else products.add_(bias)
+    products = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+    return products.to(torch.promote_types(products.dtype, torch.float32))
 
 
-def _head_operands(weight: Tensor, bias: Tensor | None, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias for `_scaled_logits`, widened if the device has no product with a wide result."""
+def _head_operands(weight: Tensor, bias: Tensor | None, part: slice, wide: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns a block of weight and bias, widened if the device has no product with a wide result."""
+    weight, bias = weight[part], None if bias is None else bias[part]
     if not wide or weight.is_cuda:
         return weight, bias
     return weight.float(), None if bias is None else bias.float()
@@ -83,61 +109,83 @@ class _TargetLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        chunk: int,
-        fp32_head: bool,
+        settings: tuple[float, tuple[int, int], bool, Logits],
     ) -> tuple[Tensor, Tensor]:
+        """Sums exp(z - m) and (z - m) exp(z - m) over the columns, where m is the maximum of a token's z so far."""
+        temperature, (tokens, columns), wide, head = settings
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, normaliser, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(3))
-        wide = fp32_head and hidden.dtype is not dtype
-        operands = _head_operands(weight, bias, wide)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            logits = _scaled_logits(hidden[part], *operands, temperature, wide)
-            normaliser[part] = torch.logsumexp(logits, dim=1)
-            logprobs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normaliser[part]
-            logits -= normaliser[part].unsqueeze(1)
-            entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.chunk, ctx.wide = temperature, chunk, wide
+        chosen, total, weighted = (torch.zeros(len(targets), dtype=dtype, device=hidden.device) for _ in range(3))
+        maximum = torch.full_like(total, torch.finfo(dtype).min / 4)  # finite, as infinity times 0 is no number
+        for part in _parts(weight.shape[0], columns):
+            operands = _head_operands(weight, bias, part, wide)
+            for rows in _parts(len(targets), tokens):
+                logits = head.of(_products(hidden[rows], *operands, wide))
+                logits = logits if temperature == 1.0 else logits.div_(temperature)
+                places, inside = _places(targets[rows], part)
+                chosen[rows].add_(logits.gather(1, places).squeeze(1).where(inside, 0.0))
+                largest = torch.maximum(maximum[rows], logits.amax(dim=1))
+                change = maximum[rows] - largest
+                exponentials = logits.sub_(largest.unsqueeze(1)).exp()
+                weighted[rows].addcmul_(change, total[rows]).mul_(change.exp())
+                weighted[rows].add_(torch.linalg.vecdot(exponentials, logits))
+                total[rows].mul_(change.exp()).add_(exponentials.sum(dim=1))
+                maximum[rows] = largest
+        logarithm = total.log()
+        entropy = logarithm - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, targets, maximum + logarithm, entropy)
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return chosen - maximum - logarithm, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """Uses, with p = softmax(z), d logprob_t / dz = onehot_t - p and d entropy / dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=normaliser.dtype, device=bias.device)
-        operands = _head_operands(weight, bias, ctx.wide)
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = _scaled_logits(hidden[part], *operands, ctx.temperature, ctx.wide)
-            grad = _grad_logits(
-                logits.sub_(normaliser[part].unsqueeze(1)),
-                targets[part],
-                entropy[part],
-                None if grad_logprobs is None else grad_logprobs[part],
-                None if grad_entropy is None else grad_entropy[part],
-            )
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
-            if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
-            narrow = grad.to(hidden.dtype)
-            torch.mm(narrow, weight, out=grad_hidden[part])
+        temperature, (tokens, columns), wide, head = ctx.settings
+        dtype = normaliser.dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+        for part in _parts(weight.shape[0], columns):
+            operands = _head_operands(weight, bias, part, wide)
+            total = None if grad_weight is None else torch.zeros_like(weight[part], dtype=dtype)
+            for rows in _parts(len(targets), tokens):
+                logits = head.of(_products(hidden[rows], *operands, wide))
+                slopes = head.slopes(logits)
+                logits = logits if temperature == 1.0 else logits.div_(temperature)
+                grad = _grad_logits(
+                    logits.sub_(normaliser[rows].unsqueeze(1)),
+                    *_places(targets[rows], part),
+                    entropy[rows],
+                    None if grad_logprobs is None else grad_logprobs[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                )
+                grad = grad if temperature == 1.0 else grad.div_(temperature)
+                grad = grad if slopes is None else grad.mul_(slopes)
+                if grad_bias is not None:
+                    grad_bias[part] += grad.sum(dim=0)
+                narrow = grad.to(hidden.dtype)
+                factors = (narrow, weight[part]) if hidden.is_cuda else (grad, weight[part].to(dtype))
+                _add_product(grad_hidden[rows], *factors)
+                if total is not None:
+                    _add_product(total, narrow.t(), hidden[rows])
+                del logits, slopes, grad, narrow  # else they would exist beside the next block's
             if grad_weight is not None:
-                _add_product(grad_weight, narrow.t(), hidden[part])
-            del logits, grad, narrow  # else they would exist beside the next chunk's
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+                grad_weight[part] = total
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+
+
+def _places(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Returns the targets' columns within a part of the vocabulary, [R, 1], and which targets are in it, [R]."""
+    places = targets - part.start
+    inside = (places >= 0) & (targets < part.stop)
+    return places.where(inside, 0).unsqueeze(1), inside
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Computes total += left @ right, [V, H]; the sum stays wide between chunks, since bfloat16 loses small terms."""
+    """Computes total += left @ right; the sum stays wide between blocks, since bfloat16 loses small terms."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:  # reads bfloat16 and adds in float32, without a separate tensor for the product
@@ -147,10 +195,15 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _grad_logits(
-    log_p: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    log_p: Tensor,
+    places: Tensor,
+    inside: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient with respect to the logits after division by the temperature, [C, V]; overwrites `log_p`."""
-    p = log_p.exp()
+    """The gradient with respect to the logits after division by the temperature, [R, C]; overwrites `log_p`."""
+    p = log_p.exp_() if grad_entropy is None else log_p.exp()
     if grad_entropy is None:
         grad = p
     else:
@@ -158,7 +211,7 @@ def _grad_logits(
     if grad_logprobs is not None:
         column = grad_logprobs.unsqueeze(1)
         grad = p.mul_(-column) if grad_entropy is None else grad.addcmul_(p, column, value=-1.0)
-        grad.scatter_add_(1, targets.unsqueeze(1), column)
+        grad.scatter_add_(1, places, column.where(inside.unsqueeze(1), 0.0))
     elif grad_entropy is None:
         grad.zero_()
     return grad
