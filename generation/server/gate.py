@@ -272,12 +272,12 @@ class Gate:
             version = self.worker.state.usable_version()
             figures.append(GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version))
 
-        class Figures:
+        class ServerFigures:
             def collect(self) -> list[Any]:
                 return figures
 
         registry = CollectorRegistry()
-        registry.register(Figures())
+        registry.register(ServerFigures())
         text = generate_latest(registry) + generate_latest(get_prometheus_registry())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
