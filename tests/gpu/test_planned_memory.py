@@ -49,10 +49,10 @@ def compare(folder: str) -> int:
         trial = Trial(config, resources)
         trial.manager.sleep()
         asleep_bytes = trial.engine_bytes()
-        batches = micro_batches(samples, config.batch.tokens_per_micro_batch, 0, trial.device, packing=True)
-        for batch in batches * 2:  # the first makes the optimizer's state
+        (batch,) = micro_batches(samples, config.batch.tokens_per_micro_batch, 0, trial.device, packing=True)
+        for _ in range(2):  # the first makes the optimizer's state
             torch.cuda.reset_peak_memory_stats()
-            trial.learn(batch)
+            trial.learn(batch, batch)  # the second micro-batch finds the gradients of the first, which the plan counts
         peak = torch.cuda.max_memory_allocated()
         with trial.manager.generation_shift(trial.policy):
             shift_bytes = trial.engine_bytes() - asleep_bytes

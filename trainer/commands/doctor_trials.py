@@ -143,13 +143,13 @@ class Trial:
         name, quantile, bound = GAPS[self.config.policy.dtype]
         return name, torch.quantile(differences, quantile).item(), bound
 
-    def learn(self, batch: MicroBatch) -> None:
+    def learn(self, *batches: MicroBatch) -> None:
         """Runs one optimizer step that makes the answers likelier, so that the next sync has changes to send."""
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
             return -(outputs.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum() / world_size(), {}
 
-        self.policy.update([batch], loss, 1.0)
+        self.policy.update(list(batches), loss, 1.0)
 
 
 def one_engine(trial: Trial, report: ReportFn) -> None:
