@@ -86,9 +86,9 @@ def main() -> None:
         gradients = torch.no_grad() if way is chunks else torch.enable_grad()
         return lambda: gradients(way)(hidden, weight, targets, coefficients)
 
-    actions = {way.__name__: with_inputs(way) for way in (chunks, blocks, trl)}
+    ways = {way.__name__: with_inputs(way) for way in (chunks, blocks, trl)}
     results, peaks = {}, {}
-    for name, action in actions.items():
+    for name, action in ways.items():
         with PeakMemory(device) as memory:
             results[name] = action()
         peaks[name] = memory.nbytes - sum(tensor.nbytes for tensor in results[name])
@@ -99,7 +99,7 @@ def main() -> None:
                 sys.exit(f"{name} differs from chunks by {distance:.0e} of the norm")
     results.clear()
     rates = [matmul_rate(device, dtype)]
-    times = in_turns(actions, options.rounds, device)
+    times = in_turns(dict[str, Callable[[], object]](ways), options.rounds, device)
     rates.append(matmul_rate(device, dtype))
     floor = 6.0 * weight.numel() * options.tokens / max(rates)
     rows = []

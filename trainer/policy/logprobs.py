@@ -171,7 +171,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 if total is not None:
                     _add_product(total, narrow.t(), hidden[rows])
                 del logits, slopes, grad, narrow  # else they would exist beside the next block's
-            if grad_weight is not None:
+            if grad_weight is not None and total is not None:
                 grad_weight[part] = total
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
