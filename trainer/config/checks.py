@@ -29,6 +29,7 @@ from trainer.config.model_file import (
     HUB_NAME,
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
+    SHARED_LAYERS,
     is_multimodal,
     model_config,
     position_limit,
@@ -171,7 +172,7 @@ def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) 
     for name, model in _models(config, command):
         if heads := model.get("num_attention_heads"):
             yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
-        if unpackable := sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS)):
+        if unpackable := sorted(set(model.get("layer_types") or ()) - set(SHARED_LAYERS)):
             yield f"{key} is {ways}, but {name} has layers ({', '.join(unpackable)}) that need all tokens: set it to 1"
 
 
@@ -414,7 +415,7 @@ def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
     """Checks what config.json says; `require_packing` checks the model's class once it is built."""
     unpackable = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
     if unpackable and config.batch.packing:
-        layers = f"layers ({', '.join(unpackable)}) that carry state over from one sequence to the next"
+        layers = f"layers ({', '.join(unpackable)}) in which sequences of a pack would not be kept apart"
         yield f"batch.packing is true, but the model has {layers}: set it to false"
 
 

@@ -23,8 +23,11 @@ HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which models change their logits after the output head; the trainer's chunked head ignores them."""
 
-PACKABLE_LAYERS = ("full_attention", "sliding_attention")
-"""Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.attention`)."""
+SHARED_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse")
+"""Values of a model's `layer_types` for which ranks can share a sequence (`trainer.policy.attention`)."""
+
+PACKABLE_LAYERS = (*SHARED_LAYERS, "linear_attention", "mamba", "mamba2", "conv", "hybrid")
+"""Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.recurrent`)."""
 
 REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}
 """Parts of the names of weights that engines do not keep as loaded, on CPU not even with `engine.plain_cpu_weights`.

@@ -18,17 +18,19 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from trainer.config.model_file import PACKABLE_LAYERS
+from trainer.config.model_file import PACKABLE_LAYERS, SHARED_LAYERS
 from trainer.errors import UserError
 from trainer.model_structure import has_vision
+from trainer.policy.recurrent import recurrent_mixers
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 
 NAME = "hotbunk_sdpa"
 """The value of `attn_implementation` under which Transformers finds `attention`."""
 
-_WITHOUT_EFFECT = frozenset(
-    ("position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions", "cache_position")
-)
+_WITHOUT_EFFECT = frozenset((
+    "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions", "cache_position",
+    "output_router_logits",
+))  # fmt: skip
 """Arguments that models also pass to their attention, and that have no effect beside the others."""
 
 # Since torch 2.12, grouped queries need an option (torch/nn/attention/varlen.py); before, the kernel just took them.
@@ -107,26 +109,32 @@ def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
 AttentionInterface.register(NAME, attention)
 
 
-def implementation(asked: str, model: type[PreTrainedModel], config: Any) -> str:
+def implementation(asked: str, model: PreTrainedModel) -> str:
     """The attention implementation for `asked`: `NAME` instead of sdpa if the model allows it, with the same result."""
-    return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model, config) is None else asked
+    return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model) is None else asked
 
 
-def packing_obstacle(model: type[PreTrainedModel], config: Any) -> str | None:
+def packing_obstacle(model: PreTrainedModel) -> str | None:
     """The reason why sequences of this model cannot be laid end to end; None if they can."""
-    layers = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(PACKABLE_LAYERS))
-    if layers or model._is_stateful:
-        return f"has layers ({', '.join(layers) or 'recurrent'}) that carry state over from one sequence to the next"
-    if has_vision(config) and "token_type_ids" in inspect.signature(model.forward).parameters:
+    types = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if unknown := sorted(set(types) - set(PACKABLE_LAYERS)):
+        return f"has layers ({', '.join(unknown)}) in which sequences of a pack would not be kept apart"
+    mixers = len(recurrent_mixers(model))
+    if mixers < sum(kind not in SHARED_LAYERS for kind in types) or (model._is_stateful and not mixers):
+        return "has recurrent layers of an unknown kind, which would carry state over from one sequence to the next"
+    if has_vision(model.config) and "token_type_ids" in inspect.signature(model.forward).parameters:
         return "lets the tokens of an image attend to later ones"
-    if not model._supports_attention_backend:
+    # Hybrids do not declare the backend, although their attention layers look it up and pass all arguments on.
+    if not model._supports_attention_backend and not mixers:
         return "has its own attention, which does not take the ends of sequences"
     return None
 
 
 def require_sharing(model: PreTrainedModel) -> None:
     """Raises UserError if ranks cannot share a sequence, since tokens would interact outside of `attention`."""
-    obstacle = packing_obstacle(type(model), model.config)
+    obstacle = packing_obstacle(model)
+    if obstacle is None and recurrent_mixers(model):
+        obstacle = "has recurrent layers, which need all tokens of a sequence"
     if obstacle is None and model.config._attn_implementation != NAME:
         obstacle = "computes its attention in its own way"
     if obstacle is not None:
@@ -136,5 +144,5 @@ def require_sharing(model: PreTrainedModel) -> None:
 
 def require_packing(model: PreTrainedModel) -> None:
     """Raises UserError if a pack would mix sequences."""
-    if obstacle := packing_obstacle(type(model), model.config):
+    if obstacle := packing_obstacle(model):
         raise UserError(f"batch.packing is true, but {type(model).__name__} {obstacle}: set it to false")

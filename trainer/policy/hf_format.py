@@ -107,12 +107,14 @@ def build_meta_model(
     # If a model contains another, the inner one computes its own buffers.
     models = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     owners = {module: owner for owner in models for module in owner.modules()}
+    computing = [module for module in owners if module._non_persistent_buffers_set]
     with torch.no_grad():
-        for module, owner in owners.items():
-            if module._non_persistent_buffers_set:
-                for name in module._non_persistent_buffers_set:
-                    module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-                owner._init_weights(module)  # computes the buffers; parameters are on meta, where this does nothing
+        for module in computing:
+            for name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        # Some models compute buffers of their layers themselves. Parameters are on meta, where this does nothing.
+        for module in dict.fromkeys([*computing, *owners.values()]):
+            owners[module]._init_weights(module)
     # `revert_weight_conversion` would search all modules for it again for each parameter.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
@@ -129,7 +131,7 @@ def choose_attention(model: PreTrainedModel, asked: str) -> None:
 
     Image encoders, which are not causal, keep the implementation that was asked for.
     """
-    chosen = attention.implementation(asked, type(model), model.config)
+    chosen = attention.implementation(asked, model)
     model.set_attn_implementation(
         {"": chosen, "text_config": chosen, "vision_config": asked} if has_vision(model.config) else chosen
     )

@@ -15,6 +15,7 @@ from transformers import (
 from trainer.model_structure import ModelFlops, Work, attended, has_vision, model_flops
 from trainer.policy.attention import require_packing
 from trainer.policy.logprobs import target_logprobs
+from trainer.policy.recurrent import SequenceRows
 from trainer.policy.routing import Routing
 from trainer.policy.sequence import sum_over_parts
 from trainer.types import MicroBatch, Outputs
@@ -38,6 +39,8 @@ class TrunkModule(nn.Module):
         super().__init__()
         self.model, self.vision = model, vision
         self.work = Work(sizes_of(model, vision))
+        self.rows = SequenceRows(model)
+        self._packable = False  # True once `require_packing` has found it so
 
     def states_of(self, inputs: Tensor, states: Tensor, packing: Packing, images: ImageInputs = None) -> Tensor:
         """The hidden states [K, H] from which targets are predicted.
@@ -46,8 +49,10 @@ class TrunkModule(nn.Module):
         flattened inputs. Raises UserError if the trunk's layers cannot keep the sequences of a row apart.
         """
         trunk: PreTrainedModel = self.model.base_model
-        if packing:
+        if packing and not self._packable:
             require_packing(trunk)
+            self._packable = True
+        self.rows.lengths = packing.get("sequence_lengths", ())
         if images is None or self.vision is None:
             every = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
         else:

@@ -250,7 +250,9 @@ def test_stretched_positions_count(config: dict, tmp_path: Path, rope: dict, lon
     assert len(problems(config, {"engine": {"max_model_len": longest + 1}})) == 1
 
 
-@pytest.mark.parametrize(("layers", "refused"), [("linear_attention", True), ("sliding_attention", False)])
+@pytest.mark.parametrize(
+    ("layers", "refused"), [("chunked_attention", True), ("sliding_attention", False), ("linear_attention", False)]
+)
 def test_models_whose_layers_mix_sequences_are_not_packed(
     config: dict, tmp_path: Path, layers: str, refused: bool
 ) -> None:

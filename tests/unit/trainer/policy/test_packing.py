@@ -19,8 +19,9 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
-    MambaConfig,
+    MiniMaxConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -70,7 +71,7 @@ def make_model(kind: str = "qwen2") -> PreTrainedModel:
 
 
 def make_module(model: PreTrainedModel) -> PolicyModule:
-    model.set_attn_implementation(attention.implementation("sdpa", type(model), model.config))
+    model.set_attn_implementation(attention.implementation("sdpa", model))
     return PolicyModule(model)
 
 
@@ -250,8 +251,12 @@ def test_memory_grows_neither_with_vocabulary_times_tokens_nor_with_tokens_squar
 def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     falcon = AutoModelForCausalLM.from_config(FalconConfig(**shape, num_attention_heads=2))
-    mamba = AutoModelForCausalLM.from_config(MambaConfig(**shape, state_size=2))
-    for model, reason in [(falcon, "has its own attention"), (mamba, "linear_attention")]:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 16, "num_attention_heads": 2}
+    lightning = MiniMaxConfig(**shape, **experts, num_key_value_heads=1, layer_types=["linear_attention"])
+    chunked = Llama4TextConfig(**shape, **experts, num_key_value_heads=1, layer_types=["chunked_attention"], head_dim=8)
+    made = [AutoModelForCausalLM.from_config(config) for config in (lightning, chunked)]
+    reasons = ["has its own attention", "has recurrent layers of an unknown kind", r"\(chunked_attention\)"]
+    for model, reason in zip([falcon, *made], reasons, strict=True):
         with pytest.raises(
             UserError, match=rf"batch.packing is true, but {type(model).__name__} .*{reason}.* to false"
         ):
@@ -260,7 +265,7 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
             UserError, match=f"sequence_parallel is above 1, but {type(model).__name__} .*{reason}.* to 1"
         ):
             attention.require_sharing(model)
-        assert attention.implementation("sdpa", type(model), model.config) == "sdpa"
+        assert attention.implementation("sdpa", model) == "sdpa"
     attention.require_packing(make_model("gemma3 with windows"))
     shared = make_model("gemma3 with windows")
     with pytest.raises(UserError, match="Gemma3ForCausalLM computes its attention in its own way: set it to 1"):

@@ -65,7 +65,7 @@ def make_model(kind: str) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.1)
-    model.set_attn_implementation(attention.implementation("sdpa", type(model), model.config))
+    model.set_attn_implementation(attention.implementation("sdpa", model))
     return model
 
 
