@@ -245,6 +245,7 @@ class Staged(Way):
 
 class ZeroCopy(Staged):
     """One memory for the weights of one rank and one worker: after the first update an optimizer step is the sync.
+    The few weights of which the engine keeps something else, such as -exp(A_log), go on being sent.
 
     Three ways to have it were weighed: the engine takes over memory of the trainer's (its CUDA graphs were captured
     with addresses of its own), one piece of memory mapped twice through the driver (vLLM's sleeping pool can be mapped
@@ -260,11 +261,12 @@ class ZeroCopy(Staged):
         compute_in: Callable[[dict[str, torch.Tensor]], None],
         timeout: float,
     ) -> None:
-        """`compute_in` takes the engine's memory of each parameter, flat, for the trainer to compute in from then on.
+        """`compute_in` takes the engine's memory of each shared parameter, flat, to compute in from then on.
         The engine must have one worker, with `shared_weights` set; `timeout` is of the wait for it, s.
         """
         super().__init__(device)
         self.in_place = False
+        self._sent: list[SourceParameter] = []
         self._parameters = parameters
         self._compute_in = compute_in
         self._timeout = timeout
@@ -276,6 +278,8 @@ class ZeroCopy(Staged):
     def transfer(self, update: Transfer) -> None:
         """Bring the weights; once the memory is shared, only tell the worker that they are new."""
         if self.in_place:
+            if self._sent:
+                update.push(self._sent, None)
             wait_for_writes(self._device)  # the worker reads the memory at once
             update.post("in_place")
         else:
@@ -288,8 +292,10 @@ class ZeroCopy(Staged):
             return
         assert self._call is not None
         shared = self._call("hotbunk_share_weights").result(self._timeout)[0]
-        storages = open_memory(shared["handle"], self._device)
-        self._compute_in({p.name: memory_of(p, shared["places"], storages) for p in self._parameters})
+        places, storages = shared["places"], open_memory(shared["handle"], self._device)
+        self._sent = [p for p in self._parameters if not all(piece.name in places for piece in p.pieces)]
+        shares = [parameter for parameter in self._parameters if parameter not in self._sent]
+        self._compute_in({p.name: memory_of(p, places, storages) for p in shares})
         wait_for_writes(self._device)
         self.in_place = True
 

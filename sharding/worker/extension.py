@@ -56,7 +56,8 @@ class SharedWeights:
     The record of the first update knows where each lies: queries, keys and values, say, one after another in one
     parameter. Made once; from then on the memory is the model's for as long as the engine runs.
     `handle`: from which the trainer opens the same memory (`open_memory`).
-    `places`: weight -> number of the storage it lies in, and the byte at which it begins there.
+    `places`: weight -> number of the storage it lies in, and the byte at which it begins there; without the weights
+    that go on being sent.
     """
 
     def __init__(self, model: torch.nn.Module, recording: Recording | None, device: torch.device) -> None:
@@ -81,13 +82,15 @@ class SharedWeights:
 
 
 def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict[str, Tensor]:
-    """The view of a parameter that each weight is copied to, where that is all that its loader does.
-    Raises SyncError: naming the others.
+    """The view of a parameter that each weight is copied to, without those that are `Recording.sent_apart`.
+    Raises SyncError: naming the weights whose loaders do something else than copy them in one piece.
     """
     if recording is None or not recording.complete:
         raise SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
     runs = {name: run for name in recording.weights if (run := recording.run(name)) is not None}
-    if apart := first_names([name for name in recording.weights if name not in runs]):
+    if apart := first_names(
+        [name for name in recording.weights if name not in runs and not recording.sent_apart(name)]
+    ):
         raise SyncError(f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}")
     return runs
 

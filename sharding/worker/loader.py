@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from sharding.wire.channel import SyncError
 from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
-from sharding.worker.recording import LoadWatcher, Recording, overlaps, parameter_storages, storage_key
+from sharding.worker.recording import LoadWatcher, Recording, overlaps, parameter_storages, same_bits, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
@@ -163,9 +163,9 @@ class Arrivals:
             if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
-    def check_off_all(self) -> None:
-        """Nothing needs to be sent."""
-        self._arrived = set(self._expected)
+    def check_off_shared(self, names: list[str]) -> None:
+        """These weights need not be sent."""
+        self._arrived.update(names)
 
     def check_off_parts(self, parts: list[Part], cast: bool = False) -> None:
         """As `check_off`, for parts of weights; with `cast`, in any dtype."""
@@ -246,7 +246,8 @@ class WeightLoader:
         self._reload.begin()
 
     def take_in_place(self) -> None:
-        """The announced weights are in the model already: its parameters are the trainer's (`SharedWeights`).
+        """The announced weights are in the model already: its parameters are the trainer's (`SharedWeights`); all but
+        those that are `Recording.sent_apart`.
         Raises SyncError: they are no longer in the memory that was shared.
         """
         if self.recording is None or not self.recording.complete:
@@ -254,8 +255,9 @@ class WeightLoader:
                 f"{type(self._model).__name__} has other parameters, or is sent other weights, than when its memory "
                 "was shared with the trainer"
             )
-        self.arrivals.check_off_all()
-        for name in self.recording.weights:
+        shared = [name for name in self.recording.weights if not self.recording.sent_apart(name)]
+        self.arrivals.check_off_shared(shared)
+        for name in shared:
             self._watcher.note_replayed(name, self.recording.targets(name))
 
     def load(self, weights: NamedTensors) -> None:
@@ -336,12 +338,28 @@ class WeightLoader:
 
     def compare(self, weights: NamedTensors) -> list[str]:
         """Names of the weights that differ from what the model holds, found by its own loaders. Only where `plain`."""
+        changed = self._watcher.changed
         self._watcher.comparing = True
         try:
-            self._run_loaders(weights)
+            self._run_loaders([pair for pair in weights if pair[0] not in changed])
         finally:
             self._watcher.comparing = False
-        different, self._watcher.different = sorted(self._watcher.different), set()
+        different, self._watcher.different = self._watcher.different, set()
+        return sorted(different | self._compare_changed([pair for pair in weights if pair[0] in changed]))
+
+    def _compare_changed(self, weights: NamedTensors) -> set[str]:
+        """Names of the weights, which their loaders change, for which these make anything else than the model holds.
+        The loaders run once more in the model's own memory, which is put back afterwards.
+        """
+        names = {name for name, _ in weights}
+        sources = {p: names.intersection(self._watcher.sources(p)) for p in self._model.parameters()}
+        held = {parameter: parameter.detach().clone() for parameter, some in sources.items() if some}
+        self._run_loaders(weights)
+        different: set[str] = set()
+        for parameter, values in held.items():
+            if not same_bits(parameter, values):
+                different |= sources[parameter]
+            parameter.detach().copy_(values)
         return different
 
     def _run_loaders(self, weights: NamedTensors) -> None:

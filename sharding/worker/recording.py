@@ -26,6 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding.wire.manifest import Manifest, NamedTensors, Part, View
 
+CHANGED, CASTS = "its loader changes it after copying", "its loader casts it"
+"""Reasons why a weight cannot be replayed, and is sent by itself where all others are shared."""
+
 
 def storage_key(tensor: Tensor) -> int:
     """A number that stands for the tensor's memory as long as a reference to it exists, weak or not."""
@@ -118,7 +121,7 @@ class Recording:
         elif storage_key(target) not in self.parameters:
             self.unreplayable[name] = "what its loader copies it to is re-processed, or no parameter"
         elif source.dtype != target.dtype:
-            self.unreplayable[name] = f"its loader casts it to {target.dtype}"
+            self.unreplayable[name] = f"{CASTS} to {target.dtype}"
         else:
             view = source.expand(target.shape)
             offset = int(source.storage_offset()) - weight.offset
@@ -136,6 +139,10 @@ class Recording:
     def replayable(self, name: str) -> bool:
         """True if the loaders are not needed for this weight."""
         return name in self.copies and name not in self.unreplayable
+
+    def sent_apart(self, name: str) -> bool:
+        """True if a weight has to be sent even where the trainer computes with the engine's weights."""
+        return self.unreplayable.get(name, "").startswith((CHANGED, CASTS))
 
     def run(self, name: str) -> Tensor | None:
         """The contiguous view of a parameter that holds a weight, all of it and as it is sent; None: there is none.
@@ -315,6 +322,8 @@ class LoadWatcher(TorchDispatchMode):
         written: what was written, by storage.
         recording: where copies and fills are noted down, if anywhere.
         comparing: copies are not made but compared with what is there; differences are in `different`.
+        changed: names of weights whose loader changes the parameter after it has copied the weight, as vLLM does to
+            keep -exp(A_log) (`composed_weight_loader` in vllm/model_executor/model_loader/weight_utils.py).
     """
 
     def __init__(self) -> None:
@@ -324,6 +333,7 @@ class LoadWatcher(TorchDispatchMode):
         self.recording: Recording | None = None
         self.comparing = False
         self.different: set[str] = set()
+        self.changed: set[str] = set()
         self._origins: dict[str, Origin] = {}  # of the weights being loaded
         self._ranges: list[_Range] = []  # their addresses, sorted
         self._derived: dict[int, tuple[str, Any]] = {}  # storages computed from a weight, such as a cast of it
@@ -348,6 +358,11 @@ class LoadWatcher(TorchDispatchMode):
         for target in targets:
             self._note(target, name)
 
+    def sources(self, tensor: torch.Tensor) -> list[str]:
+        """The weights that were written to a tensor's memory."""
+        entry = self.written.get(storage_key(tensor))
+        return [] if entry is None else entry.sources
+
     def source_name(self, tensor: torch.Tensor) -> str | None:
         """The weight that a tensor is a view of, or was computed from."""
         if tensor.is_meta or tensor.numel() == 0:
@@ -368,6 +383,8 @@ class LoadWatcher(TorchDispatchMode):
             self._note(args[0], None)
             if self.recording is not None and not self.comparing:
                 self.recording.note_fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
+        elif func._schema.is_mutable:
+            self._note_change([argument for argument in args if isinstance(argument, torch.Tensor)])
         elif isinstance(result, torch.Tensor):
             self._inherit(args, result)
         return result
@@ -381,7 +398,7 @@ class LoadWatcher(TorchDispatchMode):
             if self.recording is not None:
                 self.recording.note_copy(name, self._origins.get(name), source, target)
             return func(target, source)
-        if not _same_bits(target, source.to(target.dtype).expand_as(target)):
+        if not same_bits(target, source.to(target.dtype).expand_as(target)):
             self.different.add(name)
         return target
 
@@ -398,6 +415,14 @@ class LoadWatcher(TorchDispatchMode):
         if name is not None and name not in entry.sources:
             entry.sources.append(name)
 
+    def _note_change(self, tensors: list[torch.Tensor]) -> None:
+        """A loader changes the first of these tensors in place, by something else than a copy of a weight."""
+        entry = self.written.get(storage_key(tensors[0])) if tensors and not tensors[0].is_meta else None
+        names = set(entry.sources) if entry is not None else set()
+        self.changed |= names
+        if names and self.recording is not None and not self.recording.complete:
+            self.recording.distrust(names, CHANGED)
+
     def _inherit(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
         if self.source_name(result) is not None:
             return
@@ -413,7 +438,7 @@ def overlaps(places: Sequence[tuple[int, int, *tuple[Any, ...]]], first: int, la
     return at > 0 and places[at - 1][1] > first
 
 
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Compared by whole words where they lie so: several times as fast as bfloat16, and NaN is equal to itself."""
     words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
     if len(words) == 2:

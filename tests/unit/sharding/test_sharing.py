@@ -13,6 +13,7 @@ from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import open_memory
 from sharding.worker.extension import SharedWeights, contiguous_runs
 from sharding.worker.loader import WeightLoader
+from sharding.worker.recording import Recording
 from tests.support.in_process import SmallModel, Worker, small_weights
 from trainer import engines
 from trainer.config.schema import TrainConfig
@@ -166,3 +167,79 @@ def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(m
     assert on_cpu.shared_weights
     assert engine_arguments(on_cpu)["worker_cls"] == "generation.engine.cpu_worker.CPUWorker"
     assert engine_arguments(on_cuda)["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"
+
+
+class Decaying(SmallModel):
+    """A model that keeps -exp(A_log) of a weight A_log, as vLLM's state-space models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.zeros(4))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Any) -> None:
+        weights = list(weights)
+        for name, weight in weights:
+            if name == "A_log":
+                self.A.data.copy_(weight)
+                self.A.data.copy_(-torch.exp(self.A.float()))
+        super().load_weights([pair for pair in weights if pair[0] != "A_log"])
+
+
+def updated(model: Decaying, sent: dict[str, Tensor], recording: Recording | None = None) -> WeightLoader:
+    """Returns the loader of an update that sends these weights."""
+    loader = WeightLoader(model, Worker.of(model).vllm_config, recording=recording)  # type: ignore[arg-type]
+    loader.begin({name: [list(weight.shape), "float32"] for name, weight in sent.items()})
+    loader.load(list(sent.items()))
+    loader.finish()
+    return loader
+
+
+def decaying_weights(seed: int) -> dict[str, Tensor]:
+    return small_weights(seed) | {"A_log": torch.randn(4, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_a_weight_that_its_loader_changes_goes_through_the_loader_at_every_sync() -> None:
+    model, recording = Decaying(), None
+    for seed in range(3):
+        loader = updated(model, decaying_weights(seed), recording)
+        recording = loader.recording
+        assert torch.equal(model.A, -torch.exp(decaying_weights(seed)["A_log"])), seed
+        assert recording is not None and "A_log" in recording.unreplayable and recording.replayable("norm")
+
+
+def test_a_weight_that_its_loader_changes_is_compared_after_the_same_change() -> None:
+    model, sent = Decaying(), decaying_weights(0)
+    loader = updated(model, sent)
+    held = model.A.detach().clone()
+    assert loader.compare(list(sent.items())) == []
+    assert torch.equal(model.A, held)
+    assert loader.compare(list((sent | {"A_log": sent["A_log"] + 1e-6, "norm": sent["norm"] + 1}).items())) == [
+        "A_log",
+        "norm",
+    ]
+    with torch.no_grad():
+        model.A.copy_(sent["A_log"])  # as a record would that had seen only the first copy
+    assert loader.compare(list(sent.items())) == ["A_log"]
+    assert torch.equal(model.A, sent["A_log"]), "what the model held is put back"
+
+
+def test_a_weight_that_its_loader_changes_is_sent_beside_the_shared_ones() -> None:
+    model, sent = Decaying(), {n: w for n, w in decaying_weights(0).items() if n != "scaled"}
+    del model.scaled  # which is computed, and so refused
+    recording = updated(model, sent).recording
+    assert recording is not None
+    shared = SharedWeights(model, recording, CPU)
+    assert shared.places.keys() == sent.keys() - {"A_log"}
+    new = decaying_weights(1)["A_log"]
+    for weights in ({"A_log": new}, {}):
+        loader = WeightLoader(model, Worker.of(model).vllm_config, recording=recording)  # type: ignore[arg-type]
+        loader.begin({name: [list(weight.shape), "float32"] for name, weight in sent.items()})
+        loader.load(list(weights.items()))
+        loader.take_in_place()
+        if weights:
+            loader.finish()
+            assert torch.equal(model.A, -torch.exp(new)) and loader.compare([("A_log", new)]) == []
+            continue
+        with pytest.raises(SyncError, match="announced but never sent: A_log; .*never sent.*: A"):
+            loader.finish()
