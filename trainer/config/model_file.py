@@ -20,9 +20,6 @@ from trainer.errors import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which models change their logits after the output head; the trainer's chunked head ignores them."""
-
 SHARED_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse")
 """Values of a model's `layer_types` for which ranks can share a sequence (`trainer.policy.attention`)."""
 

@@ -37,11 +37,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from sharding.ranks import agreed, is_main
-from trainer.config.model_file import LOGIT_CHANGES
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.model_structure import decoder, has_vision
 from trainer.policy import attention
+from trainer.policy.head import logits_of
 from trainer.policy.lora import is_adapter, low_rank
 
 if TYPE_CHECKING:
@@ -93,9 +93,6 @@ def build_meta_model(
     """
     asked, remote = settings.attn_implementation, settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
-    for key in LOGIT_CHANGES:  # multimodal models have a separate part for the language model
-        if getattr(config.get_text_config(), key, None) not in (None, 1.0):
-            raise UserError(f"{folder} sets {key}, which the trainer's output head does not apply: use another model")
     with torch.device("meta"):
         model: PreTrainedModel = (kind or model_kind(config)).from_config(
             config, dtype=dtype, attn_implementation=asked, trust_remote_code=remote
@@ -103,6 +100,8 @@ def build_meta_model(
     if not hasattr(decoder(model), "layers"):
         name = type(model).__name__
         raise UserError(f"{folder}: {name} does not keep its decoder layers in one list: use another model")
+    if kind is None:  # others have no output head
+        logits_of(model)
     choose_attention(model, asked)
     # If a model contains another, the inner one computes its own buffers.
     models = (part for part in model.modules() if isinstance(part, PreTrainedModel))

@@ -11,6 +11,7 @@ there is room for those of H tokens. With H = 512 and N = 2,048 this would save 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +27,27 @@ CPU_ELEMENTS = 1 << 21
 DEVICE_SHARE = 1 / 640
 
 
+@dataclass(frozen=True)
 class Logits:
-    """What a model's head makes of its products, here the identity; models that scale or cap logits override it."""
+    """The logits that a model makes of its head's products x: x times a factor a, or with a cap c, c tanh(a x / c).
+
+    By default, the products are the logits. `trainer.policy.head` reads these numbers off a model.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+    before: float = 1.0  # a factor of the hidden states, before the head
 
     def of(self, products: Tensor) -> Tensor:
-        """Returns the logits of the products [R, C], before the temperature; may overwrite them."""
-        return products
+        """Returns the logits of the products [R, C], before the temperature, in their dtype; may overwrite them."""
+        products = products if self.factor == 1.0 else products.mul_(self.factor)
+        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
 
     def slopes(self, logits: Tensor) -> Tensor | None:
         """Returns the derivatives of the logits [R, C] that `of` returned, in a tensor of its own; None means 1."""
-        return None
+        if self.cap is None:
+            return None if self.factor == 1.0 else logits.new_full((), self.factor)
+        return logits.div(self.cap).square_().neg_().add_(1.0).mul_(self.factor)
 
 
 def target_logprobs(
@@ -46,7 +58,7 @@ def target_logprobs(
     temperature: float = 1.0,  # > 0; the temperature the targets were sampled at
     block: tuple[int, int] | None = None,  # R and C; by default chosen from V and the device
     fp32_head: bool = False,
-    head: Logits | None = None,  # by default the products are the logits
+    head: Logits = Logits(),
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
@@ -62,7 +74,8 @@ def target_logprobs(
             elements = cuda_block_elements(torch.cuda.get_device_properties(hidden.device).total_memory)
         block = block_shape(elements, weight.shape[0])
     wide = fp32_head and hidden.dtype is not torch.promote_types(hidden.dtype, torch.float32)
-    settings = (temperature, block, wide, head or Logits())
+    hidden = hidden if head.before == 1.0 else hidden * head.before
+    settings = (temperature, block, wide, head)
     logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, settings)
     return logprobs, entropy
 
@@ -82,13 +95,13 @@ def _parts(size: int, part: int) -> Iterator[slice]:
     return (slice(start, min(start + part, size)) for start in range(0, size, part))
 
 
-def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
-    """Returns what the head computes for a block, [R, C], in float32 or wider."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, head: Logits) -> Tensor:
+    """Returns a block of logits, [R, C], in float32 or wider; changed in the dtype of products, as in the engine."""
     if wide and hidden.is_cuda:  # reads bfloat16, sums and writes float32, without a float32 copy of the weight
         products = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return products if bias is None else products.add_(bias)
-    products = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-    return products.to(torch.promote_types(products.dtype, torch.float32))
+        return head.of(products if bias is None else products.add_(bias))
+    logits = head.of(torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _head_operands(weight: Tensor, bias: Tensor | None, part: slice, wide: bool) -> tuple[Tensor, Tensor | None]:
@@ -119,7 +132,7 @@ class _TargetLogprobs(torch.autograd.Function):
         for part in _parts(weight.shape[0], columns):
             operands = _head_operands(weight, bias, part, wide)
             for rows in _parts(len(targets), tokens):
-                logits = head.of(_products(hidden[rows], *operands, wide))
+                logits = _logits(hidden[rows], *operands, wide, head)
                 logits = logits if temperature == 1.0 else logits.div_(temperature)
                 places, inside = _places(targets[rows], part)
                 chosen[rows].add_(logits.gather(1, places).squeeze(1).where(inside, 0.0))
@@ -151,7 +164,7 @@ class _TargetLogprobs(torch.autograd.Function):
             operands = _head_operands(weight, bias, part, wide)
             total = None if grad_weight is None else torch.zeros_like(weight[part], dtype=dtype)
             for rows in _parts(len(targets), tokens):
-                logits = head.of(_products(hidden[rows], *operands, wide))
+                logits = _logits(hidden[rows], *operands, wide, head)
                 slopes = head.slopes(logits)
                 logits = logits if temperature == 1.0 else logits.div_(temperature)
                 grad = _grad_logits(

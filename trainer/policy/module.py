@@ -14,7 +14,8 @@ from transformers import (
 
 from trainer.model_structure import ModelFlops, Work, attended, has_vision, model_flops
 from trainer.policy.attention import require_packing
-from trainer.policy.logprobs import target_logprobs
+from trainer.policy.head import logits_of
+from trainer.policy.logprobs import Logits, target_logprobs
 from trainer.policy.recurrent import SequenceRows
 from trainer.policy.routing import Routing
 from trainer.policy.sequence import sum_over_parts
@@ -80,7 +81,7 @@ class PolicyModule(TrunkModule):
     ) -> None:
         super().__init__(model, vision)
         self.routing = routing
-        _return_logprobs(model.get_output_embeddings(), fp32_head)
+        _return_logprobs(model.get_output_embeddings(), logits_of(model), fp32_head)
         self.value_head: nn.Linear | None = None  # None: another model has the values, or there are none
         if value_head:
             self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
@@ -111,7 +112,7 @@ def sizes_of(model: PreTrainedModel, vision: "Vision | None") -> ModelFlops:
     return sizes if vision is None else replace(sizes, image_token=vision.image_token(model))
 
 
-def _return_logprobs(head: nn.Linear, fp32_head: bool) -> None:
+def _return_logprobs(head: nn.Linear, changes: Logits, fp32_head: bool) -> None:
     """Makes an output head return `target_logprobs` instead of logits if it also gets targets and a temperature."""
     logits = head.forward
 
@@ -119,7 +120,8 @@ def _return_logprobs(head: nn.Linear, fp32_head: bool) -> None:
         if not extra:
             return logits(hidden)
         targets, temperature = extra
-        return target_logprobs(hidden, head.weight, head.bias, targets, temperature, fp32_head=fp32_head)
+        operands = (hidden, head.weight, head.bias, targets, temperature)
+        return target_logprobs(*operands, fp32_head=fp32_head, head=changes)
 
     head.forward = forward  # type: ignore[assignment, method-assign]
 

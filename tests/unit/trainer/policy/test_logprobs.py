@@ -115,26 +115,31 @@ def test_a_block_has_twice_as_many_columns_as_tokens_where_the_vocabulary_has_th
     assert block_shape(CPU_ELEMENTS, 512) == (4096, 512)
 
 
-class Capped(Logits):
-    """Logits of 3 tanh(products / 2)."""
-
-    def of(self, products: Tensor) -> Tensor:
-        return products.div_(2).tanh_().mul_(3)
-
-    def slopes(self, logits: Tensor) -> Tensor:
-        return 1.5 * (1 - (logits / 3) ** 2)
-
-
 def test_what_a_model_makes_of_its_products_has_its_derivative() -> None:
     hidden, weight, bias, targets = inputs(4, torch.float64, with_bias=True)
 
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return target_logprobs(*tensors, targets, 1.3, (3, 5), head=Capped())
+        return target_logprobs(*tensors, targets, 1.3, (3, 5), head=Logits(1.5, 3.0, 0.8))
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
-    logits = 3 * torch.tanh(torch.nn.functional.linear(hidden, weight, bias) / 2) / 1.3
-    expected = torch.log_softmax(logits, dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    logits = 3 * torch.tanh(1.5 * torch.nn.functional.linear(0.8 * hidden, weight, bias) / 3)
+    expected = torch.log_softmax(logits / 1.3, dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(function(hidden, weight, bias)[0], expected)
+
+
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_bfloat16_logits_are_changed_in_the_dtype_in_which_an_engine_changes_them(fp32_head: bool) -> None:
+    """A float32 head: no rounding. Else products, quotients, tangents and logits are rounded, as in vLLM's layer."""
+    hidden, weight, _, targets = inputs(33, torch.bfloat16)
+    logits = torch.nn.functional.linear(*((hidden.float(), weight.float()) if fp32_head else (hidden, weight)))
+    logits = torch.tanh(logits / 3.0) * 3.0
+    head = Logits(cap=3.0)
+    values = target_logprobs(hidden, weight, None, targets, 0.8, (4, 6), fp32_head, head)
+    expected = (logits.float() / 0.8).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(values[0], expected, atol=1e-6, rtol=0)
+    got = torch.autograd.grad(values[0].sum(), (hidden, weight))
+    for one, other in zip(got, torch.autograd.grad(expected.sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.03)
 
 
 @pytest.mark.parametrize("which", [0, 1, "both"])

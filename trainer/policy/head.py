@@ -1,0 +1,87 @@
+"""The logits that a model makes of its output head's products, read off the model's own forward pass."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainer.errors import UserError
+from trainer.policy.logprobs import Logits
+
+_POWERS = (-20.0, 20.0)
+"""Powers of 2 between which products are tried: no cap changes the smallest, and the largest becomes the cap."""
+
+
+def logits_of(model: PreTrainedModel) -> Logits:
+    """Returns what a model, which may be on meta or sharded, does to its head's products.
+
+    The model's own forward pass runs, without its layers: the trunk returns given hidden states, and the head given
+    products. The model itself does not change. Raises UserError if the result is not that of any `Logits`.
+    """
+    head, trunk = model.get_output_embeddings(), model.base_model
+    hidden = torch.arange(head.in_features, dtype=torch.float64).remainder(3).add(1).view(1, 1, -1)
+    products = torch.logspace(*_POWERS, head.out_features, base=2.0, dtype=torch.float64)
+    products[1::2] *= -1
+    answers = {id(trunk): _Double(trunk, _Output((hidden,))), id(head): _Double(head, products.view(1, 1, -1))}
+    double = copy.copy(model)
+    double._modules = {name: answers.get(id(part), part) for name, part in model._modules.items()}
+    try:
+        with torch.no_grad():
+            output = double.forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+        logits = _fitted(products, output.logits.flatten(), answers[id(head)].inputs[0] / hidden)
+    except Exception as error:  # the model's own code may raise anything
+        raise _refusal(model) from error
+    if logits is None:
+        raise _refusal(model)
+    return logits
+
+
+def _refusal(model: PreTrainedModel) -> UserError:
+    name = type(model).__name__
+    return UserError(f"{name} makes its logits in a way that the trainer does not compute: use another model")
+
+
+def _fitted(products: Tensor, logits: Tensor, before: Tensor) -> Logits | None:
+    """Returns the change from products to logits, [V], and of the hidden states before them; None if none fits."""
+    slope = logits[0] / products[0]
+    cap = None if _close(logits, slope * products) else _number(logits.abs().amax())
+    change = Logits(_number(slope), cap, _number(before.flatten()[0]))
+    fits = _close(logits, change.of(products.clone())) and _close(before, torch.full_like(before, change.before))
+    return change if fits else None
+
+
+def _number(measured: Tensor) -> float:
+    """Returns a number without the rounding error of float64."""
+    return float(f"{measured.item():.12g}")
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    """Compares up to the rounding of a model that computes its logits in float32."""
+    return torch.allclose(left.double(), right.double(), rtol=1e-6, atol=1e-12)
+
+
+class _Double(nn.Module):
+    """A module that answers with `output` whatever it is called with, and has the attributes of the one it replaces."""
+
+    def __init__(self, replaced: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.__dict__["replaced"], self.output = replaced, output
+        self.inputs: tuple[Any, ...] = ()
+        self.weight = torch.empty(0, dtype=torch.float64)  # models read its dtype and device
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Keeps the inputs, and returns the output."""
+        self.inputs = inputs
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["replaced"], name)
+
+
+class _Output(tuple[Tensor]):
+    """The output of a trunk: a tuple of its hidden states, which also has them by name; everything else is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[0] if name == "last_hidden_state" else None
