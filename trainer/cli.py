@@ -27,7 +27,7 @@ from generation.importing import without_collections
 from trainer.commands.launch import RANKS
 from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries, resolve_device
-from trainer.config.model_file import is_multimodal
+from trainer.config.model_file import needs_torchvision
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
@@ -111,16 +111,16 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _uses_images(argv: Sequence[str]) -> bool:
-    """Returns True if a recipe, a run or a model among the arguments uses images."""
+    """Returns True if a recipe, a run or a model among the arguments uses images, or code that reads them."""
     words, overrides = split_overrides(list(argv))
     for path in map(Path, words[1:]):  # some may not be paths, such as a long --prompt
         recipe = path / "config.yaml" if os.path.isdir(path) else path
-        if is_multimodal(str(path)):
+        if needs_torchvision(str(path)):
             return True
         if recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe):
             with suppress(UserError):  # the command will report it
                 config = load_config(recipe, overrides)
-                if config.data.max_images or is_multimodal(config.model.path):
+                if config.data.max_images or needs_torchvision(config.model.path):
                     return True
     return False
 

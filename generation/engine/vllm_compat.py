@@ -55,7 +55,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env = _quiet_environment()
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, even if the trainer is on several
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that came over a socket is unpickled
-    if settings.images:
+    if settings.needs_torchvision:
         env["HOTBUNK_IMAGES"] = "1"  # for hotbunk_torchvision.py: vLLM inspects models in another process
     if not settings.on_cpu:
         visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # as this process counts
@@ -224,7 +224,14 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
 
     preloaded = os.environ.get("LD_PRELOAD", "")
     with hidden_instructions(settings.plain_cpu_weights) if settings.on_cpu else nullcontext():
-        config = AsyncEngineArgs(**arguments).create_engine_config()
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+        except (AssertionError, ValueError) as error:
+            # vLLM caches the states of recurrent layers only where prompts may be cut, as they are not on CPU
+            # (vllm/model_executor/models/config.py, MambaModelConfig).
+            if "mamba cache mode" not in str(error):
+                raise
+            config = AsyncEngineArgs(**arguments | {"enable_prefix_caching": False}).create_engine_config()
     if {" ", ":"} & {*torch.__file__}:  # ld.so would split the path of libgomp that vllm/platforms/cpu.py has added
         os.environ["LD_PRELOAD"] = preloaded
     if settings.keyed_noise:

@@ -15,6 +15,7 @@ from urllib.request import getproxies
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from generation.engine.settings import imports_vision
 from trainer.config.recipe import sentences
 from trainer.errors import UserError
 
@@ -108,15 +109,27 @@ def is_multimodal(path: str) -> bool:
 
     False if there is no such file.
     """
+    return bool(_raw_config(path).get("vision_config"))
+
+
+def needs_torchvision(path: str) -> bool:
+    """True if a model takes images, or vLLM's code for it, although it takes none, imports what reads them."""
+    loaded = _raw_config(path)
+    return bool(loaded.get("vision_config")) or imports_vision(loaded.get("architectures") or ())
+
+
+def _raw_config(path: str) -> dict[str, Any]:
+    """The unchecked config.json of a folder, or of a model in the hub's cache; empty if there is none."""
     file: Any = Path(path) / "config.json"
     try:
         if not os.path.exists(path) and HUB_NAME.fullmatch(path):
             from huggingface_hub import try_to_load_from_cache
 
             file = try_to_load_from_cache(path, "config.json")
-        return isinstance(file, str | Path) and bool(json.loads(Path(file).read_bytes()).get("vision_config"))
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return False
+        loaded = json.loads(Path(file).read_bytes()) if isinstance(file, str | Path) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def position_limit(model: dict[str, Any]) -> int | None:
