@@ -24,6 +24,7 @@ from trainer.evaluation import evaluation_metrics
 from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
 from trainer.learning.answer_rows import answer_rows, failure_lines, token_rows
 from trainer.learning.answers import Answer
+from trainer.learning.metrics import check_first_gap
 from trainer.rollouts.journal import Journal
 from trainer.rollouts.pool import StepAbandoned, note_answers
 from trainer.rollouts.round import Order, Round
@@ -137,6 +138,7 @@ class RLTrainer:
             metrics = rollout_metrics(sampled.answers) | sampled.metrics() | last.figures
             metrics |= self.learner.learn(*sampled.kept(), step)  # log-probabilities, advantages, updates
         metrics |= {"time/step": time.perf_counter() - began}
+        first_gap = self.state.largest_gap is None
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
@@ -148,6 +150,8 @@ class RLTrainer:
         for line in failure_lines(sampled.answers, metrics):
             self.screen.note(f"step {step}: {line}")
         self.log(step, metrics | self.meter.take())
+        if first_gap:
+            check_first_gap(metrics, config.sync.first_gap_limit)
         # After logging, so that whenever the run is killed, its files have all steps that a checkpoint has.
         with self.meter.phase("checkpoint"):
             self.keeper.step_done(metrics)

@@ -115,5 +115,7 @@ def start_engine(start: Start, resources: ExitStack) -> None:
         fetch_model(config)
     start.leader = start.restarts.first_start()
     resources.callback(stop_engine, start.leader)
+    if start.leader is not None and not start.leader.engine.caches_prefixes:
+        start.screen.note("the engine caches no prefixes of prompts: vLLM keeps no states of recurrent layers on CPU")
     if start.leader is not None:
         resources.enter_context(start.rewards)

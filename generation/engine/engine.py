@@ -99,6 +99,11 @@ class Engine:
             raise EngineStateError(f"the engine for {self.settings.model} is not running")
         return self._llm
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """False if the running engine computes every prompt whole, as it does on CPU for recurrent layers."""
+        return self._llm is None or bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
+
     async def complete(
         self,
         prompt_ids: list[int],

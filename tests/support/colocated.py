@@ -112,8 +112,8 @@ class HfPolicy:
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, torch.Tensor]) -> None:
-        """Moves the parameters to other memory, which must hold the same values already."""
-        for name, parameter in parameter_names(self.model).items():
+        """Moves parameters to other memory, which must hold the same values already."""
+        for name, parameter in ((n, p) for n, p in parameter_names(self.model).items() if n in memory):
             assert torch.equal(memory[name].view(parameter.shape), parameter), name
             parameter.data = memory[name].view(parameter.shape)
 

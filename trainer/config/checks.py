@@ -389,6 +389,9 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
         return
     if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
+    dtype = config.engine.dtype or config.policy.dtype
+    if dtype == "float32" and model.get("linear_key_head_dim") and resolve_device(config) == "cpu":
+        yield "engine.dtype is float32, but vLLM on CPU has gated delta rules in bfloat16 only: set it to bfloat16"
     yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)
     if config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)) and resolve_device(config) == "cpu":
         yield "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"

@@ -193,6 +193,11 @@ class SyncConfig(Section):
         "MiB of a staging buffer, of which two exist during a sync; in the first sync, and if engines re-process what "
         "they load, a buffer holds at least the largest weight",
     )
+    first_gap_limit: Positive | None = key(
+        0.1,
+        "nats; the run ends if trainer and engine are further apart on average in the first step that measures it, as "
+        "they then do not compute the same model; null: no limit",
+    )
     timeout_s: Seconds = key(300, "seconds to wait for an answer of a worker")
     replay: bool = key(True, "record what vLLM's loaders do in the first sync, and repeat it in later ones")
     way: str = key(

@@ -15,6 +15,7 @@ from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
+from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples
 from trainer.learning.batching import deal, micro_batches
 from trainer.learning.groups import to_sample
@@ -83,6 +84,23 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
         "gap/max": all_reduce_max({"gap": distance.max().item() if len(distance) else 0.0})["gap"],
         "gap/outside_clip": sums["outside"] / count,
     }
+
+
+def check_first_gap(metrics: Metrics, limit: float | None) -> None:
+    """Raises UserError if the gap's mean is above `limit`, nats. Rounding makes less than a tenth of that by default.
+
+    It is for a run's first measured gap: weights can be equal, and verified, while one of the two computes with them
+    otherwise than the model was made.
+    """
+    gap = metrics.get("gap/mean")
+    if gap is None or limit is None or gap <= limit:
+        return
+    raise UserError(
+        f"trainer and engine are {gap:.2g} nats apart on average in the first step, more than sync.first_gap_limit = "
+        f"{limit:g}, so one of them does not compute this model as it was made: try engine.dtype float32, "
+        "engine.plain_cpu_weights false, batch.packing false, and model.routes engine for a mixture of experts, each "
+        "by itself; if the gap is meant to be, as with logits processors, set sync.first_gap_limit to null"
+    )
 
 
 def gap_without_update(

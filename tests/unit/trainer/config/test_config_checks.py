@@ -263,6 +263,13 @@ def test_models_whose_layers_mix_sequences_are_not_packed(
     assert problems(config, {"batch": {"packing": False}}) == []
 
 
+def test_a_gated_delta_rule_needs_an_engine_in_bfloat16_on_a_cpu(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"linear_key_head_dim": 128}))
+    (message,) = problems(config, {"policy": {"dtype": "float32"}})
+    assert "engine.dtype is float32" in message and "set it to bfloat16" in message
+    assert problems(config, {"policy": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}}) == []
+
+
 def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(config: dict, tmp_path: Path) -> None:
     layers = {"layer_types": ["full_attention", "linear_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(MODEL | layers))

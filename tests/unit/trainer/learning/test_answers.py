@@ -23,7 +23,7 @@ from trainer.learning.answer_rows import answer_rows, text_by_author
 from trainer.learning.answers import exchange_samples, gather_answers
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import to_sample
-from trainer.learning.metrics import engine_gap, named_sums, over_ranks
+from trainer.learning.metrics import check_first_gap, engine_gap, named_sums, over_ranks
 from trainer.types import Sample
 
 
@@ -108,6 +108,14 @@ def test_the_gap_of_few_tokens() -> None:
     assert engine_gap([(torch.empty(0), torch.empty(0))], AlgorithmConfig()) == {}
     one = engine_gap([(torch.tensor([-1.0]), torch.tensor([-1.5]))], AlgorithmConfig())
     assert one == {"gap/mean": 0.5, "gap/p95": 0.5, "gap/max": 0.5, "gap/outside_clip": 1.0}
+
+
+def test_a_first_gap_beyond_the_limit_ends_the_run_with_what_to_try() -> None:
+    for metrics, limit in (({"gap/mean": 0.1}, 0.1), ({"gap/mean": 3.0}, None), ({}, 0.1)):
+        check_first_gap(metrics, limit)
+    for gap in (0.11, math.nan):
+        with pytest.raises(UserError, match=r"nats apart.*sync.first_gap_limit = 0.1.*engine.dtype.*to null"):
+            check_first_gap({"gap/mean": gap}, 0.1)
 
 
 def test_sums_do_not_depend_on_which_rank_has_a_number() -> None:

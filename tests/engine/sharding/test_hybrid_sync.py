@@ -1,0 +1,29 @@
+"""Weights of hybrids, some of which the engine keeps transformed, in a real engine over several syncs."""
+
+from pathlib import Path
+
+import pytest
+
+from generation.engine.sampling import SamplingSettings
+from tests.support.colocated import Colocated
+from tests.support.families import make_family
+
+PROMPT = [14, 50, 77, 120, 9]
+SAMPLING = SamplingSettings(max_tokens=24)
+
+
+@pytest.mark.parametrize(("family", "shared"), [("nemotron_h", True), ("granite4", False)])
+def test_an_engine_computes_with_the_decay_of_every_version(family: str, shared: bool, tmp_path: Path) -> None:
+    """vLLM keeps -exp(A_log). Every version's A_log goes through its loader, and is compared after the same change."""
+    make_family(family, tmp_path)
+    with Colocated(tmp_path, shared=shared) as both:
+        assert not both.leader.engine.caches_prefixes
+        both.manager.sleep()
+        for seed in (1, 2, 3):
+            both.policy.randomise(seed)
+            with both.manager.generation_shift(both.policy):
+                report = both.manager.report
+                assert report.verified == "full" and report.unreplayable is not None
+                assert [name for name in report.unreplayable if name.endswith("A_log")] == [*report.unreplayable]
+                sampled = both.complete(PROMPT, SAMPLING, seed)
+                assert both.gap(PROMPT, sampled, 1.0) < 1e-4
