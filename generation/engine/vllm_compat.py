@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
+from generation.engine.cpu_kernels import START_ERROR, hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
 
@@ -196,14 +197,22 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
 
     `stat_loggers`, for example from `step_logger`, are called after every step. Raises ImportError where the installed
     vLLM is not a supported release, and ValueError where it is built for the other kind of device, a class for its
-    workers is missing, or an entry of `settings.extra` is not an engine argument.
+    workers is missing, an entry of `settings.extra` is not an engine argument, or vLLM on CPU cannot run the model.
     """
-    with started_with(settings):
-        config = _checked_config(settings)
+    with started_with(settings), TemporaryDirectory() as folder:
+        config, reason = _checked_config(settings), Path(folder) / "reason"
         from vllm.v1.engine.async_llm import AsyncLLM
 
         quiet = engine_arguments(settings)["disable_log_stats"]
-        return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=quiet)
+        try:
+            with _environment({START_ERROR: str(reason)}):
+                return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=quiet)
+        except RuntimeError as error:
+            if not reason.exists():
+                raise
+            names = ", ".join(config.model_config.architectures)
+            text = " ".join(reason.read_text("utf-8").split())
+            raise ValueError(f"vLLM cannot start {names} here ({text}): use another model or machine") from error
 
 
 def _checked_config(settings: EngineSettings) -> "VllmConfig":

@@ -16,7 +16,7 @@ from generation.exact_ids import Generation
 from generation.trajectory import Trajectory
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager, SyncSettings
-from sharding.send.source import FsdpWeightSource
+from sharding.send.source import FsdpWeightSource, ShardedSource
 from sharding.send.ways import Way, ZeroCopy
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import to_sample
@@ -138,6 +138,7 @@ class Colocated:
         shared: bool = False,
         policy: Any = None,
         way: Way | None = None,
+        source: ShardedSource | None = None,
         **engine: object,
     ):
         """With `shared`, the policy, which must have `compute_in`, computes with the engine's weights."""
@@ -146,7 +147,7 @@ class Colocated:
             engine["worker_class"] = SHARING_WORKER
         self.leader = start_engine(folder, plain, dtype=name, shared_weights=shared, **engine)
         self.policy = policy or HfPolicy(folder, device, dtype)
-        self.source = FsdpWeightSource(
+        self.source = source or FsdpWeightSource(
             list(parameter_names(self.policy.model).items() if policy is None else policy.named_parameters()),
             dtype,
             lambda name, shape: checkpoint_views(self.policy.model, name, shape),

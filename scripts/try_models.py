@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""Tries model families with tiny random checkpoints, and writes the table of docs/models.md.
+
+    python scripts/try_models.py [FAMILY ...] [--results runs/models.jsonl] [--write docs/models.md]
+
+Each family of tests/support/families.py is a process of its own, which adds one line to the results. A line has:
+
+    refused   why nothing of the family can be trained; else
+    padded    the largest difference between log-probabilities of padded sequences and plain Transformers', nats
+    packed    the same for a pack, or why packing is refused
+    leak      the largest change in a pack's other sequences when the first is replaced, nats
+    sharing, lora, routes   "ok", or why sequence parallelism, lora.target_modules: all-linear, model.routes are refused
+    gaps      an engine's mean and largest difference from the trainer after the first sync and after a step of AdamW
+    dtype     the engine's, float32 unless vLLM's CPU build has none for the family
+    engine    why no engine starts, or a sync is not verified
+
+Without FAMILY all are tried, some 20 minutes on two cores. `--write` only draws the table of the results.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+LENGTHS = [60, 20, 17, 9]
+SECONDS = 300
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HOTBUNK_IMAGES": "1"}  # vLLM's code of some text models imports torchvision
+Row = dict[str, Any]
+
+
+def reason(error: BaseException) -> str:
+    """Returns the first line of an error, with its type unless it is meant for users."""
+    text = " ".join(str(error).split())[:400]
+    return text if type(error).__name__ in ("UserError", "RemoteError") else f"{type(error).__name__}: {text}"
+
+
+def outcome(check: Callable[[], object]) -> str:
+    """Returns "ok", or the reason why a check fails."""
+    try:
+        check()
+    except Exception as error:  # a model's own code may raise anything
+        return reason(error)
+    return "ok"
+
+
+def try_family(family: str) -> Row:
+    """Returns the line of one family."""
+    row: Row = {"family": family, "date": datetime.now(UTC).date().isoformat()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            from tests.support.families import make_family
+
+            row["class"] = type(make_family(family, folder)).__name__
+        except Exception as error:  # Transformers' own
+            return row | {"refused": f"no tiny checkpoint: {reason(error)}"}
+        try:
+            row |= _trainer(folder)
+            return row | _engine(folder, packing="leak" in row)
+        except Exception as error:
+            return row | {"refused": reason(error)}
+
+
+def _samples(first: int) -> list[Any]:
+    import torch
+
+    from trainer.types import Sample
+
+    seeds = [first, *range(100, 99 + len(LENGTHS))]
+    ids = [
+        torch.randint(4, 270, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        for length, seed in zip(LENGTHS, seeds, strict=True)
+    ]
+    return [Sample(tokens, [1] * len(tokens), [0.0] * len(tokens)) for tokens in ids]
+
+
+def _policy(folder: Path) -> Any:
+    import torch
+
+    from trainer.config.schema import ModelConfig, PolicyConfig
+    from trainer.policy.fsdp import FsdpPolicy
+
+    return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(dtype="float32", lr=1e-3), torch.device("cpu"))
+
+
+def _scores(policy: Any, samples: list[Any], packing: bool) -> list[Any]:
+    """Returns each sample's log-probabilities of its targets."""
+    from trainer.learning.batching import micro_batches
+
+    (batch,) = micro_batches(samples, 10**6, 0, "cpu", 1, packing=packing)
+    table = policy.score([batch], 1.0)[0].logprobs
+    places = {number: row for row, number in enumerate(batch.rows)}
+    return [table[places[n], : len(s.input_ids) - 1] for n, s in enumerate(samples)]
+
+
+def _trainer(folder: Path) -> Row:
+    """Tries what the trainer does by itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trainer.config.schema import LoraConfig, ModelConfig
+    from trainer.policy.attention import require_packing, require_sharing
+    from trainer.policy.hf_format import build_meta_model
+    from trainer.policy.lora import add_adapters
+    from trainer.policy.routing import asked_routers
+
+    policy, samples, row = _policy(folder), _samples(1), dict[str, Any]()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        alone = []
+        for sample in samples:
+            ids = torch.tensor([sample.input_ids])
+            log_p = plain(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            alone.append(log_p.gather(1, ids[0, 1:, None])[:, 0])
+
+    def furthest(ones: list[Any], others: list[Any]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(ones, others, strict=True))
+
+    row["padded"] = furthest(_scores(policy, samples, packing=False), alone)
+    row["packed"] = outcome(lambda: require_packing(policy.model))
+    if row["packed"] == "ok":
+        packed = _scores(policy, samples, packing=True)
+        row["packed"] = furthest(packed, alone)
+        row["leak"] = furthest(packed[1:], _scores(policy, _samples(2), packing=True)[1:])
+    settings = ModelConfig(path=str(folder))
+
+    def meta() -> Any:
+        return build_meta_model(folder, settings, torch.float32, torch.device("cpu"))
+
+    row["sharing"] = outcome(lambda: require_sharing(meta()))
+    row["lora"] = outcome(lambda: add_adapters(meta(), LoraConfig(rank=4), torch.float32, "meta"))
+    row["routes"] = outcome(lambda: asked_routers(meta(), "recorded"))
+    return row
+
+
+def _engine(folder: Path, packing: bool) -> Row:
+    """Tries two syncs of a real engine, with a step of AdamW between them."""
+    import torch
+
+    from generation.engine.sampling import SamplingSettings
+    from tests.support.colocated import Colocated
+    from trainer.build import weight_source
+
+    config = json.loads((folder / "config.json").read_bytes())
+    dtype = torch.bfloat16 if config.get("linear_key_head_dim") else torch.float32
+    row: Row = {"dtype": str(dtype).removeprefix("torch.")}
+    prompts = [list(range(20, 30)), list(range(40, 45))]
+    try:
+        policy = _policy(folder)
+        with Colocated(folder, dtype=dtype, policy=policy, source=weight_source(policy, dtype)) as both:
+            both.manager.sleep()
+            row["gaps"] = []
+            for seed in (0, 1):
+                with both.manager.generation_shift(policy):
+                    row["verified"] = both.manager.report.verified
+                    answers = [both.complete(p, SamplingSettings(max_tokens=24), seed) for p in prompts]
+                row["gaps"].append(_gap(policy, prompts, answers, packing))
+                _learn(policy, packing)
+    except Exception as error:
+        row["engine"] = reason(error)
+    return row
+
+
+def _gap(policy: Any, prompts: list[list[int]], answers: list[Any], packing: bool) -> list[float]:
+    """Returns the mean and the largest difference between the engine's and the trainer's log-probabilities."""
+    import torch
+
+    from trainer.types import Sample
+
+    samples = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids, known = prompt + answer.token_ids, [0] * len(prompt)
+        samples.append(Sample(ids, known + [1] * len(answer.token_ids), [0.0] * len(prompt) + answer.logprobs))
+    scores = _scores(policy, samples, packing)
+    differences = torch.cat(
+        [
+            (score[len(p) - 1 :] - torch.tensor(answer.logprobs)).abs()
+            for score, p, answer in zip(scores, prompts, answers, strict=True)
+        ]
+    )
+    return [float(differences.mean()), float(differences.max())]
+
+
+def _learn(policy: Any, packing: bool) -> None:
+    from trainer.learning.batching import micro_batches
+
+    batches = micro_batches(_samples(3), 10**6, 0, "cpu", 1, packing=packing)
+    policy.update(batches, lambda batch, outputs: (-outputs.logprobs.sum() / 100, {}), 1.0)
+
+
+def cell(value: Any) -> str:
+    """Returns a figure or an outcome for the table."""
+    if isinstance(value, float):
+        return "0" if value == 0 else f"{value:.0e}"
+    return "yes" if value == "ok" else "–" if value is None else "no"
+
+
+def table(rows: list[Row]) -> str:
+    """Returns the table of docs/models.md, and below it the reasons."""
+    lines = [
+        "| family | class | packed | leak | gap in step 1, 2 | engine | sequence parallel | LoRA | routes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for row in sorted(rows, key=lambda one: one["family"]):
+        gaps = ", ".join(f"{largest:.0e}" for _, largest in row.get("gaps") or ()) or "–"
+        trained = {name: cell(row.get(name)) for name in ("packed", "leak", "sharing", "lora", "routes")}
+        dense = "no router" if "has no experts" in str(row.get("routes")) else trained["routes"]
+        lines.append(
+            f"| {row['family']} | {row.get('class', '–')} | {trained['packed']} | {trained['leak']} | {gaps} | "
+            f"{row.get('dtype', '–')} | {trained['sharing']} | {trained['lora']} | {dense} |"
+        )
+        keys = ("refused", "packed", "engine", "sharing", "lora", "routes")
+        texts = [row[key] for key in keys if isinstance(row.get(key), str) and row[key] != "ok"]
+        notes += [f"- {row['family']}: {text}" for text in dict.fromkeys(texts) if "has no experts" not in text]
+    return "\n".join([*lines, "", "Reasons:", "", *notes]) + "\n"
+
+
+def write(page: Path, rows: list[Row]) -> None:
+    """Replaces what is between the marks of the page by the table."""
+    begin, end = "<!-- scripts/try_models.py -->\n", "<!-- the end of the table -->\n"
+    text = page.read_text("utf-8")
+    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    page.write_text(head + table(rows) + tail, "utf-8")
+
+
+def main() -> int:
+    """Tries the families, or draws the table. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs/models.jsonl", help="file of results, added to")
+    parser.add_argument("--write", type=Path, help="page whose table is drawn anew, of the latest line of each family")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        return _one(options.families[0], options.results)
+    if options.write:
+        lines = map(json.loads, options.results.read_text("utf-8").splitlines())
+        write(options.write, list({row["family"]: row for row in lines}.values()))
+        return 0
+    from tests.support.families import FAMILIES
+
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    for family in options.families or FAMILIES:
+        start = time.monotonic()
+        command = [sys.executable, __file__, family, "--one", "--results", str(options.results)]
+        try:
+            code = subprocess.run(command, timeout=SECONDS, env=os.environ | ENVIRONMENT).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        if code:
+            row = {"family": family, "refused": f"no result after {SECONDS} s" if code < 0 else f"exit {code}"}
+            _add(options.results, row)
+        print(f"{family}: {time.monotonic() - start:.0f} s", flush=True)
+    return 0
+
+
+def _one(family: str, results: Path) -> int:
+    from generation.engine.vllm_compat import fork_engines
+    from trainer.distributed import destroy_process_group, init_process_group
+
+    stop = fork_engines()
+    init_process_group(SECONDS, "cpu")
+    row = try_family(family)
+    destroy_process_group()
+    stop()
+    _add(results, row | {name: sys.modules[name].__version__ for name in ("vllm", "transformers", "torch")})
+    return 0
+
+
+def _add(results: Path, row: Row) -> None:
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
