@@ -87,8 +87,9 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
                     | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}),
     "laguna": ("laguna", _EXPERTS),
     "lfm2": ("lfm2", {"block_multiple_of": 64, "layer_types": ["conv", "full_attention"]}
-             | {"conv_dim": 128, "block_dim": 128}),
-    "lfm2_moe": ("lfm2_moe", _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+             | {"conv_dim": 128, "block_dim": 128, "tie_word_embeddings": True}),
+    "lfm2_moe": ("lfm2_moe", _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+                 | {"tie_word_embeddings": True}),
     "llama": ("llama", {}),
     "llama4": ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256}
                | {"interleave_moe_layer_step": 1, "attention_chunk_size": 64}),

@@ -75,3 +75,26 @@ def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: s
     with pytest.raises(SyncError, match=r"^b\.weight is packed by .* set engine\.plain_cpu_weights to false$"):
         check_unpacked(model, [])
     check_unpacked(model, [model["b"]])  # a reload writes the weight, and packs it again
+
+
+def test_queries_of_three_dimensions_are_turned_as_flat_ones_are() -> None:
+    """The worker is imported in a process of its own, since its import decides what torch reports of the processor."""
+    program = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from generation.engine import cpu_worker
+with set_current_vllm_config(VllmConfig()):
+    rope = get_rope(32, max_position=64, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+query, key, positions = torch.randn(5, 4, 32), torch.randn(5, 2, 32), torch.arange(5)
+flat = rope.forward_native(positions, query.flatten(1), key.flatten(1))
+for turned, expected in zip(rope.forward_cpu(positions, query.clone(), key.clone()), flat):
+    torch.testing.assert_close(turned.flatten(1), expected)
+by_kernel = rope.forward_cpu(positions, query.flatten(1).clone(), key.flatten(1).clone())
+for turned, expected in zip(by_kernel, flat):
+    torch.testing.assert_close(turned, expected)
+print("turned alike")
+"""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, timeout=300, env=environment)
+    assert "turned alike" in done.stdout, done.stderr[-2000:]
