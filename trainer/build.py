@@ -25,7 +25,7 @@ from trainer.engines import rank_device
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
 from trainer.policy.critic import Critic, make_critic
-from trainer.policy.hf_format import checkpoint_views
+from trainer.policy.hf_format import checkpoint_views, sent_buffers
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
 from trainer.rollouts.apart import Apart
 from trainer.rollouts.carried import CarriedPool
@@ -154,8 +154,9 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
     """Returns the source of all weights under the checkpoint's names, with adapters merged into them."""
     weights = [(name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)]
+    buffers, uncast = sent_buffers(policy.model)
     return MergingWeightSource(
-        weights, low_rank(policy.model), dtype, lambda name, shape: checkpoint_views(policy.model, name, shape)
+        [*weights, *buffers], low_rank(policy.model), dtype, partial(checkpoint_views, policy.model), uncast
     )
 
 

@@ -14,7 +14,7 @@ touched, so that no rounding adds up.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -82,18 +82,23 @@ class FsdpWeightSource:
     """A `ShardedSource`: a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on every rank."""
 
     def __init__(
-        self, named_parameters: list[tuple[str, torch.Tensor]], dtype: torch.dtype, layout: PieceLayout = one_piece
+        self,
+        named_parameters: list[tuple[str, torch.Tensor]],
+        dtype: torch.dtype,
+        layout: PieceLayout = one_piece,
+        uncast: Collection[str] = (),
     ) -> None:
+        """`dtype` is the engine's; the tensors named in `uncast`, whole on every rank, are sent in their own."""
         self._tensors = dict(named_parameters)
         self._dtype = dtype
         self._layout = layout
+        self._uncast = set(uncast)
 
     def parameters(self) -> list[SourceParameter]:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
 
     def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
-        dtype = str(self._dtype).removeprefix("torch.")
-        size = self._dtype.itemsize
+        dtype, size = str(self._dtype_of(name)).removeprefix("torch."), self._dtype_of(name).itemsize
         shape = whole_shape(tensor)
         pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
         if sum(math.prod(p.shape) for p in pieces) != shape.numel():
@@ -102,6 +107,9 @@ class FsdpWeightSource:
             return SourceParameter(name, shape.numel() * size, pieces)
         ranks = dist.get_world_size(group)
         return SourceParameter(name, ranks * _largest_shard(tensor, ranks) * size, pieces, ranks)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype if name in self._uncast else self._dtype
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
@@ -112,7 +120,7 @@ class FsdpWeightSource:
                 shared.setdefault(group, []).append((name, slot))
             else:
                 _, values = self.own_values(name)
-                slot.view(self._dtype)[: values.numel()].copy_(values)
+                slot.view(self._dtype_of(name))[: values.numel()].copy_(values)
         pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
         for work, _ in pending:
             work.wait()
@@ -120,8 +128,8 @@ class FsdpWeightSource:
     @torch.no_grad()
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
         if (group := shard_group(self._tensors[name])) is None:
-            target = slot.view(self._dtype)
-            target.copy_(self._stretch(name, start // self._dtype.itemsize, target.numel()))
+            target = slot.view(self._dtype_of(name))
+            target.copy_(self._stretch(name, start // target.itemsize, target.numel()))
         else:
             all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
 
@@ -341,9 +349,10 @@ class MergingWeightSource(FsdpWeightSource):
         adapters: dict[str, LowRank],
         dtype: torch.dtype,
         layout: PieceLayout = one_piece,
+        uncast: Collection[str] = (),
     ) -> None:
         """`adapters` are by the names of the parameters they are added to."""
-        super().__init__(named_parameters, dtype, layout)
+        super().__init__(named_parameters, dtype, layout, uncast)
         if unknown := sorted(adapters.keys() - self._tensors.keys()):
             raise ValueError(f"there are adapters for weights that the policy does not have: {unknown[:5]}")
         self._adapters = adapters
@@ -360,7 +369,7 @@ class MergingWeightSource(FsdpWeightSource):
         def layout(name: str, shape: torch.Size) -> Sequence[tuple[str, int, tuple[int, ...]]]:
             return one_piece(name, shape) if name in factors else self._layout(name, shape)
 
-        return FsdpWeightSource([*self._tensors.items(), *factors.items()], self._dtype, layout)
+        return FsdpWeightSource([*self._tensors.items(), *factors.items()], self._dtype, layout, self._uncast)
 
     def additions(self) -> dict[str, Addition]:
         return {name: (adapter.scale, f"B of {name}", f"A of {name}") for name, adapter in self._adapters.items()}

@@ -28,7 +28,7 @@ _MOST = 6  # names or differences spelled out in an error
 class Piece:
     """One tensor under its checkpoint name, as a contiguous run of the parameter it is stored in.
     `offset`: bytes from the start of the parameter (in `SourceParameter`) or of the bucket (in `Bucket`).
-    `dtype`: the engine's dtype, as torch names it without its prefix ("bfloat16").
+    `dtype`: mostly the engine's, as torch names it without its prefix ("bfloat16").
     """
 
     name: str
@@ -61,7 +61,7 @@ class Stretch:
 @dataclass(frozen=True)
 class SourceParameter:
     """One parameter as the trainer holds it.
-    `nbytes`: of the whole parameter in the engine's dtype, and of the padding its gather leaves behind.
+    `nbytes`: of the whole parameter in the dtype of its pieces, and of the padding its gather leaves behind.
     `pieces`: the checkpoint tensors inside; one, except where Transformers fuses (experts of an MoE layer).
     `shards`: from how many equally large parts, one after another, it is gathered.
     """
@@ -93,17 +93,19 @@ def differences(sent: Manifest, expected: Manifest) -> list[str]:
     return complaints
 
 
-def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtype: str) -> None:
+def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtypes: list[str]) -> None:
     """Check an update in a worker, before any weight arrives.
     `promised`: the weights given to `prepare_refit_info`; None where it was not called.
-    Raises SyncError: naming the weights that do not fit. A dtype that is not the engine's would be cast by its loaders
-    without a word.
+    `engine_dtypes`: the one that the engine computes in, and those that it keeps a few parameters in, such as the
+    biases that decide a mixture's routes.
+    Raises SyncError: naming the weights that do not fit. A dtype that the engine does not have would be cast by its
+    loaders without a word.
     """
     complaints = [] if promised is None else differences(sent, promised)
     complaints += [
-        f"{name} comes as {dtype}, the engine computes in {engine_dtype}: cast it in the trainer"
+        f"{name} comes as {dtype}, the engine computes in {engine_dtypes[0]}: cast it in the trainer"
         for name, (_, dtype) in sent.items()
-        if dtype != engine_dtype
+        if dtype not in engine_dtypes
     ]
     if complaints:
         more = f"; and {len(complaints) - _MOST} more" if len(complaints) > _MOST else ""

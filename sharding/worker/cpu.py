@@ -5,13 +5,15 @@ processor has, vLLM packs those of linear layers for oneDNN, SGL's kernels or ze
 kernel of its own (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm); those of a mixture's experts for
 another (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
 
+`choose_with_biases`: routers without groups choose by sigmoid scores and correction biases.
+
 `RouteRecorder`: the routes of a mixture's tokens through its experts, as this worker computes them (runner V1). vLLM's
 own way of returning them needs runner V2, which CPUs do not have (0.32: vllm/config/vllm.py,
 _verify_aux_output_compatibility). Its routers tell their choices on CPUs as well
 (vllm/model_executor/layers/fused_moe/router/base_router.py, set_capture_fn).
 """
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 
 def keep_weights_plain() -> None:
@@ -38,6 +41,24 @@ def keep_weights_plain() -> None:
         return [*plain, *kernels(backend)]
 
     unquantized.backend_to_kernel_cls = plain_first
+
+
+def choose_with_biases() -> None:
+    """Have routers without groups choose as those with one group do, where scores are sigmoids or have biases.
+
+    vLLM 0.32 refuses the former at the first token, and leaves the biases of a softmax out without a word.
+    """
+    build = CPURouter.__init__
+
+    @wraps(build)
+    def with_one_group(router: CPURouter, *arguments: Any, **options: Any) -> None:
+        build(router, *arguments, **options)
+        left_out = router.scoring_func == "softmax" and router.e_score_correction_bias is not None
+        grouped = router.use_grouped_topk or router.custom_routing_function is not None
+        if not grouped and (left_out or router.scoring_func == "sigmoid"):
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    CPURouter.__init__ = with_one_group  # type: ignore[method-assign]
 
 
 def _compute_plain(layer: Any, remove_weight: bool) -> None:

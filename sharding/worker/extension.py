@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from generation.engine.cpu_kernels import PLAIN
 from generation.importing import load
@@ -25,7 +26,7 @@ from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, releas
 from sharding.worker.broadcast import CollectiveCarrier, Membership, Place
 from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
-from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtype
+from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtypes
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.storage import StorageBuckets, StorageCarrier
 
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from sharding.worker.cpu import RouteRecorder
 
 _PLAIN_ON_CPU = os.environ.get(PLAIN) == "1"
-if _PLAIN_ON_CPU:  # vLLM imports this module before it builds the model
-    from sharding.worker.cpu import keep_weights_plain
+if current_platform.is_cpu():  # vLLM imports this module before it builds the model
+    from sharding.worker.cpu import choose_with_biases, keep_weights_plain
 
-    keep_weights_plain()
+    choose_with_biases()
+    if _PLAIN_ON_CPU:
+        keep_weights_plain()
 
 READERS: dict[str, Callable[[Any], Buckets]]
 READERS = {"staged": StagedBuckets, "storage": StorageBuckets}
@@ -186,7 +189,7 @@ class VllmInternalWorkerExtension:
     def prepare_refit_info(self, info: Manifest) -> None:
         """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
         if info:
-            check_manifest(info, None, engine_dtype(self))
+            check_manifest(info, None, engine_dtypes(self))
         self.hotbunk_promised = info or None
 
     @_never_raising

@@ -95,6 +95,9 @@ class Reload:
                     # Else it is not packed from the second load on (`_setup_kernel` in
                     # vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py).
                     method.moe_kernel = None  # type: ignore[union-attr]
+        for parameter in self.parameters():
+            if isinstance(loader := getattr(parameter, "weight_loader", None), partial):
+                loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]  # layerwise.py asks for it
         with set_current_vllm_config(self._config):
             for module in self._modules:
                 initialize_layerwise_reload(module)
@@ -182,8 +185,8 @@ class Arrivals:
             bisect.insort(self._parts[name], (first, last))
 
     def is_like(self, name: str, manifest: Manifest) -> bool:
-        """Return True if a weight was announced as it is in this manifest."""
-        return manifest.get(name) == self._expected[name]
+        """Return True if a weight was announced in the shape that it has in this manifest."""
+        return name in manifest and manifest[name][0] == self._expected[name][0]
 
     def missing(self) -> list[str]:
         """The weights of which nothing has arrived."""

@@ -133,7 +133,7 @@ class Receiver:
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
-        check_manifest(self.weights, self._promised, engine_dtype(self._worker))
+        check_manifest(self.weights, self._promised, engine_dtypes(self._worker))
         if (adapter := message.get("adapter")) is not None:
             self.outcome.adapter = adapter["number"]
             self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
@@ -179,9 +179,10 @@ def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) ->
     return buffer[offset : offset + count * dtype.itemsize].view(dtype)
 
 
-def engine_dtype(worker: Any) -> str:
-    """The dtype a worker's model computes in, as torch names it without its prefix."""
-    return str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
+def engine_dtypes(worker: Any) -> list[str]:
+    """The dtypes of a worker's parameters, as torch names them without its prefix; first the one it computes in."""
+    kept = {parameter.dtype for parameter in worker.get_model().parameters()}
+    return [str(dtype).removeprefix("torch.") for dtype in (worker.vllm_config.model_config.dtype, *kept)]
 
 
 class Buckets(Protocol):

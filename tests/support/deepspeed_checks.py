@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -80,6 +81,15 @@ def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
     checks.check_sent(policy)
     if stage == 3:
         assert all(p.numel() == 0 for _, p in policy.named_parameters())
+
+
+def check_route_bias(folder: Path, stage: int) -> None:
+    """The bias that decides routes is the checkpoint's, in float32, whatever dtype the policy computes in."""
+    policy = zero_policy(checks.model_folder(folder, "deepseek_v3", False), stage, dtype="bfloat16")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored = load_file(policy.source / "model.safetensors")[name]
+    assert not torch.equal(stored, stored.bfloat16().float()), "rounding would show"
+    assert torch.equal(policy.model.get_buffer(name), stored)
 
 
 def check_nan_on_one_rank(folder: Path, stage: int) -> None:
@@ -221,6 +231,7 @@ def two_ranks(models: str, results: str) -> None:
     for stage in (2, 3):  # recipes may not combine stage 1 with bfloat16
         run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
         run[f"shifts in bfloat16 {stage}"] = lambda s=stage: check_zero_shifts(folder, s, "bfloat16")
+        run[f"route bias {stage}"] = lambda s=stage: check_route_bias(folder, s)
         run[f"read once {stage}"] = lambda s=stage: check_read_once(folder, s)
         run[f"memory {stage}"] = lambda s=stage: check_planned_memory(folder, s)
     run["steps fsdp"] = lambda: check_fsdp_steps(folder)

@@ -37,7 +37,7 @@ _YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 
 # vLLM's latent attention on CPU knows one size, 512 and 64.
 _LATENT = {"q_lora_rank": 48, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 _LATENT |= {"num_key_value_heads": 4, "head_dim": 64}
-_DEEPSEEK = _LATENT | _ROUTED | {"rope_parameters": _YARN, "topk_method": "noaux_tc"}
+_DEEPSEEK = _LATENT | _ROUTED | {"rope_parameters": _YARN, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _INDEXED = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 4}
 _GRANITE = _MAMBA | {"layer_types": ["mamba", "attention"], "mamba_expand": 2, "position_embedding_type": "nope"}
 _GRANITE |= {"shared_intermediate_size": 256}
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "arcee": ("arcee", {}),
     "cohere2": ("cohere2", {"sliding_window": 64, "logit_scale": 0.25}),
     "cohere2_moe": ("cohere2_moe", _EXPERTS),
-    "deepseek_v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "greedy"}),
+    "deepseek_v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"}),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v32": ("deepseek_v32", _DEEPSEEK | _INDEXED),
     "deepseek_v4": ("deepseek_v4", {}),
@@ -97,7 +97,8 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}),
     "mimo_v2_flash": ("mimo_v2_flash", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "minicpm3": ("minicpm3", {}),
-    "minimax_m2": ("minimax_m2", _LOCAL_EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid"}),
+    "minimax_m2": ("minimax_m2", _LOCAL_EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid"}
+                   | {"use_routing_bias": True}),
     "ministral3": ("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", _LOCAL_EXPERTS),

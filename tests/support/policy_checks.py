@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     PreTrainedModel,
@@ -31,11 +32,12 @@ from sharding.send.source import FsdpWeightSource
 from tests.support.gathering import assert_ranks_hold, sent, sent_in_parts
 from tests.support.row_advantages import advantage, advantages
 from trainer.algorithms import aggregation
+from trainer.build import weight_source
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
-from trainer.policy.hf_format import build_meta_model, checkpoint_views
+from trainer.policy.hf_format import ROUTE_BIASES, build_meta_model
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.optimizer import TrainingDiverged
 from trainer.policy.routing import Routing, balance, find_routers, loads_of
@@ -53,6 +55,7 @@ KINDS = [
     ("gemma3", True),
     ("qwen3_moe", False),
     ("deepseek_v2", False),
+    ("deepseek_v3", False),
 ]
 TEMPERATURE = 0.7
 LENGTHS = [3, 19, 7, 12, 2, 30, 1, 9, 11]
@@ -87,6 +90,9 @@ def make_model(kind: str, folder: Path, tied: bool) -> None:
         "deepseek_v2": lambda: DeepseekV2Config(
             **shape | {"num_key_value_heads": 4}, **latent, **mla, first_k_dense_replace=1
         ),
+        "deepseek_v3": lambda: DeepseekV3Config(
+            **shape | {"num_key_value_heads": 4}, **latent, **mla, first_k_dense_replace=1, n_group=1, topk_group=1
+        ),
     }[kind]()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -94,6 +100,9 @@ def make_model(kind: str, folder: Path, tied: bool) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith(ROUTE_BIASES):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
 
 
@@ -240,12 +249,14 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
 
 
 def check_sent(policy: Any) -> None:
-    """The engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once."""
+    """The engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once.
+
+    The biases that decide routes are not cast.
+    """
     stored = load_file(policy.source / "model.safetensors")
     for dtype in (torch.float32, torch.bfloat16):
-        layout = lambda name, shape: checkpoint_views(policy.model, name, shape)  # noqa: E731
-        source = FsdpWeightSource(list(policy.named_parameters()), dtype, layout)
-        expected = {name: weight.to(dtype) for name, weight in stored.items()}
+        source = weight_source(policy, dtype)
+        expected = {name: w if name.endswith(ROUTE_BIASES) else w.to(dtype) for name, w in stored.items()}
         for got in (sent(source), sent_in_parts(source, 1 << 14)):
             assert got.keys() == expected.keys()
             for name, weight in expected.items():

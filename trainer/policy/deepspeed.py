@@ -24,7 +24,7 @@ from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, freeze
 from trainer.policy import hf_format
-from trainer.policy.hf_format import checkpoint_views, parameter_names
+from trainer.policy.hf_format import checkpoint_views, parameter_names, saved_buffers
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offloadable
@@ -97,12 +97,14 @@ class DeepSpeedPolicy(Offloadable, Policy):
         return cast(Work, self.engine.module.work)
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors that have the memory of ZeRO-3's partitions: these, and the flat buffers behind them.
+        """Yields the tensors with the memory of what ranks hold: ZeRO-3's partitions, the flat buffers behind them, and
+        the model's saved buffers.
 
         If weights and masters have one dtype, some buffers are the masters' as well.
         """
         zero = self.engine.optimizer
         yield from (parameter.ds_tensor for parameter in self.engine.module.parameters())
+        yield from saved_buffers(self.model).values()
         yield from [zero.lp_param_buffer, *zero.fp16_partitioned_groups_flat, *zero.fp32_partitioned_groups_flat]
 
     def _update_memory(self) -> Iterator[Tensor]:
@@ -167,9 +169,13 @@ class DeepSpeedPolicy(Offloadable, Policy):
         hf_format.choose_attention(built, model.attn_implementation)
         built.tie_weights()  # `no_init_weights` leaves this out, too
         built = built.to(self.device)
-        for name, buffer in empty.named_buffers():
-            if not buffer.is_meta:  # computed buffers, such as rotary frequencies, which ZeRO-3 has cast
-                built.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+        files = hf_format.SafetensorsFolder(self.source)
+        hf_format.adopt_names(built, files.names)
+        for name, buffer in empty.named_buffers():  # ZeRO-3 has cast computed ones, such as rotary frequencies
+            if buffer.is_meta:  # the others are saved
+                views = checkpoint_views(built, name, buffer.shape)
+                buffer = files.read(views, 0, buffer.numel(), buffer.dtype, self.device).view(buffer.shape)
+            hf_format.set_buffer(built, name, buffer)
         for parameter, value in self._start_values(built, parameter_names(built)):
             self._fill(parameter, value)
         return built

@@ -21,7 +21,7 @@ from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, decoder, encoder_layers, freeze
 from trainer.policy import hf_format
-from trainer.policy.hf_format import parameter_names
+from trainer.policy.hf_format import parameter_names, saved_buffers
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
@@ -75,8 +75,10 @@ class ShardedModel(Offloadable):
     def shard_tensors(self) -> Iterator[Tensor]:
         """Yields the tensors that have the memory of this rank's shards.
 
-        These are the parameters and FSDP2's buffers to gather from, which have the padding of uneven shards.
+        These are the parameters, FSDP2's buffers to gather from, which have the padding of uneven shards, and the
+        model's saved buffers.
         """
+        yield from saved_buffers(self.model).values()
         groups = (group for unit in self._units() for group in unit._get_fsdp_state()._fsdp_param_groups)
         for parameter in (parameter for group in groups for parameter in group.fsdp_params):
             yield parameter._sharded_param_data

@@ -57,6 +57,9 @@ COPIED = (
 )
 """Files of a checkpoint that training does not change; without an image processor, vLLM builds another encoder."""
 
+ROUTE_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Buffers of mixtures that decide which experts a token is sent to: float32 in engines, and so here."""
+
 StartValue = Callable[[str, torch.Size], Tensor | None]
 """(name, shape) -> the unsharded start value of a parameter, the same on all ranks; None: the checkpoint's."""
 
@@ -97,6 +100,8 @@ def build_meta_model(
         model: PreTrainedModel = (kind or model_kind(config)).from_config(
             config, dtype=dtype, attn_implementation=asked, trust_remote_code=remote
         )
+    for name in filter(is_route_bias, saved_buffers(model)):
+        set_buffer(model, name, model.get_buffer(name).float())
     if not hasattr(decoder(model), "layers"):
         name = type(model).__name__
         raise UserError(f"{folder}: {name} does not keep its decoder layers in one list: use another model")
@@ -155,6 +160,29 @@ def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "ever
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by name in memory, each once: of tied ones only the first, which checkpoints contain."""
     return dict(model.named_parameters(remove_duplicate=True))
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that checkpoints contain, by name in memory, whole on every rank; nothing trains them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: model.get_buffer(name) for name in model.state_dict() if name not in parameters}
+
+
+def is_route_bias(name: str) -> bool:
+    """True if this is one of `ROUTE_BIASES`, by its name in memory or in a checkpoint."""
+    return name.endswith(ROUTE_BIASES)
+
+
+def set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    """Replaces a buffer of the model."""
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path)._buffers[last] = buffer
+
+
+def sent_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    """The saved buffers, which engines get with the weights, and the names of those to send in their own dtype."""
+    buffers = saved_buffers(model)
+    return [*buffers.items()], [n for n, b in buffers.items() if is_route_bias(n) or not b.is_floating_point()]
 
 
 def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) -> list[CheckpointView]:
@@ -240,9 +268,8 @@ def load_sharded(
         if id(parameter) not in loaded:
             loaded[id(parameter)] = _filled(parameter, partial(rows, name, parameter))
         state[name] = loaded[id(parameter)]
-    for name in model.state_dict().keys() - state.keys():
-        buffer = model.get_buffer(name)
-        state[name] = rows(name, buffer, 0, buffer.numel())
+    for name, buffer in saved_buffers(model).items():
+        state[name] = rows(name, buffer, 0, buffer.numel()).view(buffer.shape)
     if unused := sorted(files.names - files.used - set(model.all_tied_weights_keys)):
         some = ", ".join(unused[:5])
         warnings.warn(f"{folder} has {len(unused)} tensors the model does not use: {some}", stacklevel=2)
@@ -362,8 +389,7 @@ def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
             yield name, adapters[name].added_to(_gather(parameter, parameter.dtype)).to(dtype)
         elif not is_adapter(name):
             yield name, _gather(parameter, dtype)
-    for name in sorted(model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()):
-        yield name, model.get_buffer(name)
+    yield from saved_buffers(model).items()
 
 
 def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from sharding.send.source import FsdpWeightSource
 from trainer.errors import UserError
-from trainer.policy.hf_format import checkpoint_views, parameter_names
+from trainer.policy.hf_format import checkpoint_views, parameter_names, sent_buffers
 from trainer.policy.offload import Offloadable
 
 
@@ -52,7 +52,9 @@ class PreparedPolicy(Offloadable):
 
     def weight_source(self, dtype: torch.dtype) -> FsdpWeightSource:
         """The weights under their checkpoint names, to be sent in the engine's `dtype`."""
-        return FsdpWeightSource([*parameter_names(self.model).items()], dtype, partial(checkpoint_views, self.model))
+        buffers, uncast = sent_buffers(self.model)
+        weights = [*parameter_names(self.model).items(), *buffers]
+        return FsdpWeightSource(weights, dtype, partial(checkpoint_views, self.model), uncast)
 
     @torch.no_grad()
     def score_tokens(self, token_ids: list[int]) -> list[float]:

@@ -52,7 +52,10 @@ class InPlacePolicy(FsdpPolicy):
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, Tensor]) -> None:
-        """Moves weights to this memory, name -> [n] in the compute dtype, where they stay from now on."""
+        """Moves weights to this memory, name -> [n] in the compute dtype, where they stay from now on.
+
+        Saved buffers stay where they are: nothing changes them, so the engine keeps what the first update brought.
+        """
         for name, weight in parameter_names(self.model).items():
             if name not in memory:  # the engine keeps something else of it
                 continue

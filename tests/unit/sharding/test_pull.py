@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from sharding.ranks import RemoteError
 from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, LowRank, MergingWeightSource
+from sharding.send.ways import Staged
 from sharding.wire import low_rank
 from sharding.wire.channel import SyncError
 from sharding.worker import extension, recording
@@ -181,6 +183,38 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -
     with monkeypatch.context() as patched:
         patched.setattr(recording, "_copy_all", copy_and_act)
         yield
+
+
+class Biased(SmallModel):
+    """A model in bfloat16 that keeps one parameter in float32, as mixtures keep the biases that decide routes."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.bfloat16)
+        self.bias = torch.nn.Parameter(torch.zeros(4))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, weight in weights:
+            if name == "bias":
+                self.bias.data.copy_(weight)
+            else:
+                super().load_weights([(name, weight)])
+
+
+@pytest.mark.parametrize("kind", ["staged", "pull"])
+def test_a_bias_that_decides_routes_arrives_in_float32(tmp_path: Path, kind: str) -> None:
+    weights = small_weights(0) | {"bias": torch.zeros(4)}
+    source = FsdpWeightSource(list(weights.items()), torch.bfloat16, uncast=["bias"])
+    way = Pull(CPU, source, weights.values()) if kind == "pull" else Staged(CPU)
+    both = InProcess(source, Biased(), tmp_path, way=way)
+    for version in (1, 2, 3):
+        weights["bias"].normal_()
+        both.sync(version)
+        assert torch.equal(both.worker.model.bias, weights["bias"])
+        assert both.worker.model.norm.dtype == torch.bfloat16
+    assert both.manager.report.unreplayable == {"scaled": "its loader computes with it"}
+    if kind == "pull":
+        assert both.manager.report.staging_bytes == BUCKETS, "the bias is read from the trainer's memory"
+    both.manager.close()
 
 
 def test_an_optimizer_step_while_shards_are_read_is_detected(pulled: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:

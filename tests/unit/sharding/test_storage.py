@@ -218,14 +218,14 @@ def test_differences_name_every_weight_that_does_not_fit() -> None:
         "a has shape [2, 3] where [3, 2] is expected",
         "b has dtype bfloat16 where float32 is expected",
     ]
-    check_manifest({"a": [[2], "float32"]}, None, "float32")
+    check_manifest({"a": [[2], "float32"]}, None, ["float32"])
     with pytest.raises(SyncError, match="c is missing; d is not expected"):
-        check_manifest(sent, expected, "float32")
+        check_manifest(sent, expected, ["float32"])
 
 
 def test_a_dtype_that_the_engine_would_cast_in_silence_is_refused() -> None:
     with pytest.raises(SyncError, match="w comes as float64, the engine computes in float32"):
-        check_manifest({"w": [[2], "float64"]}, None, "float32")
+        check_manifest({"w": [[2], "float64"]}, None, ["float32"])
 
 
 def test_two_weights_of_one_name_are_an_error() -> None:
