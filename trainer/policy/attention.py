@@ -4,9 +4,15 @@ Transformers has two ways to pack: an [N, N] block mask made from position ids, 
 the pack and which rules out the fast kernels; and flash-attn, which needs its own installation and a GPU. `attention`
 takes flash-attn's cumulative lengths and runs everywhere: with PyTorch's variable-length kernel on CUDA in half
 precision, elsewhere with one causal call for each run of equally long sequences.
+
+It also takes what PyTorch's attention lacks. A sink is a score that a head adds to the softmax of every query, without
+a value (gpt-oss). With the ordinary call's log-sum-exp, the result is out * sigmoid(lse - sink), and the kernel's
+backward pass, given this result and logaddexp(lse, sink), is exact. A soft cap c makes scores s c tanh(s / c) (Gemma
+2). Where the kernel does not run, both are computed in blocks of queries.
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -14,18 +20,25 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from sharding.ranks import rank
 from trainer.config.model_file import PACKABLE_LAYERS, SHARED_LAYERS
 from trainer.errors import UserError
 from trainer.model_structure import has_vision
 from trainer.policy.recurrent import recurrent_mixers
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 
-NAME = "hotbunk_sdpa"
-"""The value of `attn_implementation` under which Transformers finds `attention`."""
+NAME = "hotbunk"
+"""The value of `attn_implementation` under which Transformers finds `attention`.
+
+A name with sdpa in it would be refused for models that do not support that, such as gpt-oss.
+"""
 
 _WITHOUT_EFFECT = frozenset((
     "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions", "cache_position",
@@ -37,6 +50,9 @@ _WITHOUT_EFFECT = frozenset((
 # With more than one split, a sequence's result would depend on the longest of its batch (ibid., num_splits).
 _PARAMETERS = inspect.signature(varlen_attn).parameters
 _OPTIONS: Any = {name: value for name, value in {"enable_gqa": True, "num_splits": 1}.items() if name in _PARAMETERS}
+
+_SCORES = 1 << 24
+"""Scores that exist at a time, of attention with sinks or a soft cap and without the kernel: 64 MiB in float32."""
 
 
 @torch.compiler.disable  # lengths differ from pack to pack: a compiled loop over them would be recompiled for each
@@ -53,27 +69,38 @@ def attention(
     max_length_q: int = 0,  # the length of the longest of these sequences
     sequence_lengths: Sequence[int] = (),  # the lengths of all sequences, so that the host need not ask the device
     token_parts: Sequence[int] = (),  # number of tokens on each rank that shares them, T on this one; (): not shared
+    s_aux: Tensor | None = None,  # [heads], the sinks
+    softcap: float | None = None,  # the soft cap of the scores
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention under Transformers' interface; it makes masks itself, if it needs them.
 
     Without `cu_seq_lens_q` there are B sequences of T. Returns [B, T, heads, D], and no attention weights. Raises
-    UserError if the model uses another argument, such as a soft cap of the scores, or sinks.
+    UserError if the model uses another argument, such as a bias of the scores.
     """
     if unknown := [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]:
         needs = f"{type(module).__name__} needs attention with {', '.join(unknown)}, which packing does not support"
         raise UserError(f"{needs}: set model.attn_implementation to eager and batch.packing to false")
     if token_parts:
+        ways = len(token_parts)
+        sinks = None if s_aux is None else s_aux.chunk(ways)[rank() % ways]
         query, key, value = heads_for_tokens(token_parts, query, key, value)
         inner = partial(attention, module, query, key, value, attention_mask, dropout, scaling, sliding_window)
-        return tokens_for_heads(token_parts, inner(cu_seq_lens_q, max_length_q, sequence_lengths)[0]), None
+        out, _ = inner(cu_seq_lens_q, max_length_q, sequence_lengths, s_aux=sinks, softcap=softcap)
+        return tokens_for_heads(token_parts, out), None
     causal = partial(_causal, dropout=dropout, scale=scaling, window=sliding_window)
+    if s_aux is not None or softcap is not None:
+        causal = partial(_by_blocks, sinks=s_aux, cap=softcap, dropout=dropout, scale=scaling, window=sliding_window)
     if cu_seq_lens_q is None:
         return causal(query, key, value).transpose(1, 2).contiguous(), None
-    if _kernel_takes(query, value, dropout):
+    if softcap is None and _kernel_takes(query, value, dropout):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        if s_aux is not None:
+            return _KernelWithSinks.apply(q, k, v, s_aux, (cu_seq_lens_q, max_length_q, scaling, window)).unsqueeze(
+                0
+            ), None
+        starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
         out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_OPTIONS)
         return cast(Tensor, out).unsqueeze(0), None
     parts, start = [], 0
@@ -97,6 +124,87 @@ def _causal(
     )
 
 
+def _by_blocks(
+    query: Tensor,  # [B, heads, T, D]; the result is like it
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    cap: float | None,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention with sinks or a soft cap, in blocks of queries whose scores backward computes again."""
+    length, parts = query.shape[2], []
+    rows = max(1, _SCORES // (query.shape[0] * query.shape[1] * length))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    for start in range(0, length, rows):
+        stop, first = min(start + rows, length), 0 if window is None else max(0, start + 1 - window)
+        tensors = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], sinks
+        settings = cap, dropout, scale, window or length
+        parts.append(checkpoint(_block, *tensors, *settings, use_reentrant=False, preserve_rng_state=dropout > 0))
+    return torch.cat(parts, dim=2)
+
+
+def _block(
+    query: Tensor,  # [B, heads, R, D], the last R positions
+    key: Tensor,  # [B, groups of heads, C, D]
+    value: Tensor,
+    sinks: Tensor | None,
+    cap: float | None,
+    dropout: float,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Attention of the last R of C positions by a softmax of all scores, in float32 or wider."""
+    wide, groups, columns = torch.promote_types(query.dtype, torch.float32), key.shape[1], key.shape[2]
+    q, k, v = query.to(wide).unflatten(1, (groups, -1)), key.to(wide).unsqueeze(2), value.to(wide).unsqueeze(2)
+    scores = q @ k.transpose(-1, -2) * scale
+    scores = scores if cap is None else torch.tanh(scores / cap) * cap
+    positions = torch.arange(columns, device=query.device)
+    distance = positions[-query.shape[2] :].unsqueeze(1) - positions
+    scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(wide).view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    shares = drop(scores.softmax(-1)[..., :columns], dropout)
+    return (shares @ v).flatten(1, 2).to(query.dtype)
+
+
+_flash_forward = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
+
+
+class _KernelWithSinks(torch.autograd.Function):
+    """FlashAttention over sequences end to end, [N, heads, D], with a sink for each head.
+
+    With p the softmax that includes the sink, and delta = grad . out, the gradient of a score is p (grad_p - delta), as
+    without a sink, and that of a sink, whose value is zero, is the sum of -p_sink delta over the queries.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, settings: Any) -> Tensor:
+        starts, longest, scale, (left, right) = settings
+        splits = {name: count for name, count in _OPTIONS.items() if name == "num_splits"}
+        ctx.options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+        ctx.sequences = starts, starts, longest, longest, 0.0, False
+        out, lse, *rest, _ = _flash_forward(query, key, value, *ctx.sequences, False, **ctx.options, **splits)
+        column = sinks.float().unsqueeze(1)  # lse is [heads, N] float32
+        out = (out * torch.sigmoid(lse - column).t().unsqueeze(2)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, torch.logaddexp(lse, column), *rest)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse, *rest = ctx.saved_tensors
+        tensors = grad.contiguous(), query, key, value, out, lse
+        grads = _flash_backward(*tensors, *ctx.sequences, *rest, **ctx.options)
+        delta = torch.linalg.vecdot(grad.float(), out.float())
+        of_sinks = -(torch.exp(sinks.float().unsqueeze(1) - lse) * delta.t()).sum(1)
+        return *grads, of_sinks.to(sinks.dtype), None
+
+
 def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
     """True if PyTorch's build of FlashAttention supports these tensors."""
     size = query.shape[-1]
@@ -111,7 +219,7 @@ AttentionInterface.register(NAME, attention)
 
 def implementation(asked: str, model: PreTrainedModel) -> str:
     """The attention implementation for `asked`: `NAME` instead of sdpa if the model allows it, with the same result."""
-    return NAME if asked == "sdpa" and model._supports_sdpa and packing_obstacle(model) is None else asked
+    return NAME if asked == "sdpa" and packing_obstacle(model) is None else asked
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
@@ -143,6 +251,14 @@ def require_sharing(model: PreTrainedModel) -> None:
 
 
 def require_packing(model: PreTrainedModel) -> None:
-    """Raises UserError if a pack would mix sequences."""
-    if obstacle := packing_obstacle(model):
+    """Raises UserError if a pack would mix sequences.
+
+    Transformers' own eager attention keeps them apart by a mask from position ids, which some models, such as gpt-oss,
+    do not hand on.
+    """
+    obstacle, way = packing_obstacle(model), model.config.get_text_config()._attn_implementation
+    if obstacle is None and way not in (NAME, "sdpa") and "flash" not in way:
+        may_mix = f"model.attn_implementation is {way}, which may mix the sequences of a pack"
+        raise UserError(f"batch.packing is true, but {may_mix}: set the latter to sdpa, or the former to false")
+    if obstacle is not None:
         raise UserError(f"batch.packing is true, but {type(model).__name__} {obstacle}: set it to false")

@@ -163,7 +163,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
             built = hf_format.model_kind(empty.config).from_config(
                 empty.config,
                 dtype=self.compute_dtype,
-                attn_implementation=model.attn_implementation,
+                attn_implementation=model.attn_implementation if empty._supports_sdpa else "eager",
                 trust_remote_code=model.trust_remote_code,
             )
         hf_format.choose_attention(built, model.attn_implementation)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from trainer.errors import UserError
@@ -20,6 +21,21 @@ def logits_of(model: PreTrainedModel) -> Logits:
     The model's own forward pass runs, without its layers: the trunk returns given hidden states, and the head given
     products. The model itself does not change. Raises UserError if the result is not that of any `Logits`.
     """
+    logits, cause = None, None
+    try:
+        with _disable_current_modes(), torch.no_grad():  # such as fake tensors, of which no values could be read
+            logits = _probed(model)
+    except Exception as error:  # the model's own code may raise anything
+        cause = error
+    if logits is None:
+        name = type(model).__name__
+        raise UserError(
+            f"{name} makes its logits in a way that the trainer does not compute: use another model"
+        ) from cause
+    return logits
+
+
+def _probed(model: PreTrainedModel) -> Logits | None:
     head, trunk = model.get_output_embeddings(), model.base_model
     hidden = torch.arange(head.in_features, dtype=torch.float64).remainder(3).add(1).view(1, 1, -1)
     products = torch.logspace(*_POWERS, head.out_features, base=2.0, dtype=torch.float64)
@@ -27,20 +43,8 @@ def logits_of(model: PreTrainedModel) -> Logits:
     answers = {id(trunk): _Double(trunk, _Output((hidden,))), id(head): _Double(head, products.view(1, 1, -1))}
     double = copy.copy(model)
     double._modules = {name: answers.get(id(part), part) for name, part in model._modules.items()}
-    try:
-        with torch.no_grad():
-            output = double.forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
-        logits = _fitted(products, output.logits.flatten(), answers[id(head)].inputs[0] / hidden)
-    except Exception as error:  # the model's own code may raise anything
-        raise _refusal(model) from error
-    if logits is None:
-        raise _refusal(model)
-    return logits
-
-
-def _refusal(model: PreTrainedModel) -> UserError:
-    name = type(model).__name__
-    return UserError(f"{name} makes its logits in a way that the trainer does not compute: use another model")
+    output = double.forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    return _fitted(products, output.logits.flatten(), answers[id(head)].inputs[0] / hidden)
 
 
 def _fitted(products: Tensor, logits: Tensor, before: Tensor) -> Logits | None:

@@ -97,9 +97,13 @@ def build_meta_model(
     asked, remote = settings.attn_implementation, settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
     with torch.device("meta"):
-        model: PreTrainedModel = (kind or model_kind(config)).from_config(
-            config, dtype=dtype, attn_implementation=asked, trust_remote_code=remote
-        )
+        build = partial((kind or model_kind(config)).from_config, config, dtype=dtype, trust_remote_code=remote)
+        try:
+            model: PreTrainedModel = build(attn_implementation=asked)
+        except ValueError as error:
+            if "does not support an attention implementation" not in str(error):
+                raise
+            model = build(attn_implementation="eager")  # `choose_attention` refuses `asked` unless ours replaces it
     for name in filter(is_route_bias, saved_buffers(model)):
         set_buffer(model, name, model.get_buffer(name).float())
     if not hasattr(decoder(model), "layers"):

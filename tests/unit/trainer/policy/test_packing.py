@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GptOssConfig,
+    GraniteSWAConfig,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -57,6 +60,13 @@ CONFIGS = {
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
     "gemma3 with windows": lambda: Gemma3TextConfig(**SHAPE, **WINDOWS, head_dim=8, query_pre_attn_scalar=8),
+    "gemma2 with soft caps": lambda: Gemma2Config(
+        **SHAPE, **WINDOWS, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=0.5, final_logit_softcapping=2.0
+    ),
+    "granite with sinks": lambda: GraniteSWAConfig(**SHAPE, **WINDOWS, logits_scaling=0.5),
+    "gpt-oss with sinks": lambda: GptOssConfig(
+        **SHAPE, **WINDOWS, head_dim=8, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float32's rounding
 LENGTHS = [9, 7, 7, 3, 1, 12]
@@ -156,7 +166,7 @@ def test_any_split_packed_or_padded_is_the_same_loss_and_gradient(
     assert_gradients_equal(gradients(windowed, parts), gradients(windowed, full_loss))
 
 
-@pytest.mark.parametrize("kind", ["qwen2 untied", "gemma3 with windows"])
+@pytest.mark.parametrize("kind", ["qwen2 untied", "gemma3 with windows", "granite with sinks"])
 def test_a_sequence_does_not_see_its_neighbours(kind: str) -> None:
     """Another neighbour of the same length changes not a bit of the others' values and gradients."""
     model = make_model(kind)
@@ -263,12 +273,14 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
         ):
             attention.require_sharing(model)
         assert attention.implementation("sdpa", model) == "sdpa"
-    attention.require_packing(make_model("gemma3 with windows"))
     shared = make_model("gemma3 with windows")
+    with pytest.raises(UserError, match="model.attn_implementation is eager, which may mix .*: set the latter to sdpa"):
+        attention.require_packing(shared)
     with pytest.raises(UserError, match="Gemma3ForCausalLM computes its attention in its own way: set it to 1"):
         attention.require_sharing(shared)  # Transformers' own, by the choice of `make_model`
     shared.set_attn_implementation(attention.NAME)
     attention.require_sharing(shared)
+    attention.require_packing(shared)
     (batch,) = micro_batches(make_samples([5, 4]), 100, 0, "cpu", 1, packing=True)
     with pytest.raises(UserError, match="set it to false"):
         outputs(make_module(falcon), batch, TEMPERATURE)
@@ -278,9 +290,9 @@ def test_unsupported_arguments_of_attention_are_refused() -> None:
     query = torch.randn(1, 4, 6, 8)
     harmless = {"position_ids": torch.arange(6), "softcap": None, "use_cache": False}
     assert attention.attention(torch.nn.Identity(), query, query, query, None, **harmless)[0].shape == (1, 6, 4, 8)
-    for name, value in {"softcap": 30.0, "s_aux": torch.zeros(4), "position_bias": torch.zeros(1, 4, 6, 6)}.items():
-        with pytest.raises(UserError, match=f"Identity needs attention with {name}, .* set model.attn_implementation"):
-            attention.attention(torch.nn.Identity(), query, query, query, None, **{name: value})
+    bias = {"position_bias": torch.zeros(1, 4, 6, 6)}
+    with pytest.raises(UserError, match="Identity needs attention with position_bias, .* set model.attn_implement"):
+        attention.attention(torch.nn.Identity(), query, query, query, None, **bias)
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
