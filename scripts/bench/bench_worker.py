@@ -28,7 +28,7 @@ class BenchWorker(VllmInternalWorkerExtension):
     bench_memory: Callable[[], None] | None = None
 
     def bench_copy(self, nbytes: int) -> float:
-        """Seconds of a copy of so many bytes."""
+        """Returns the seconds that a copy of `nbytes` bytes takes."""
         worker: Any = self
         if self.bench_memory is None:
             self.bench_memory = plain_copy(nbytes, worker.device)
@@ -36,7 +36,7 @@ class BenchWorker(VllmInternalWorkerExtension):
         return timed(self.bench_memory, worker.device)
 
     def bench_load(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of each way to load weights that lie in this process already. An update must have brought all."""
+        """Returns the seconds of each way to load weights that are in this process already, after a complete update."""
         worker: Any = self
         model, manifest, recording = worker.get_model(), self.hotbunk_weights or {}, self.hotbunk_recording
         weights, apart = resident(manifest, worker.device), reprocessed_modules(model, _PLAIN_ON_CPU)
@@ -60,7 +60,7 @@ class BenchWorker(VllmInternalWorkerExtension):
             return in_turns(ways, rounds, worker.device)
 
     def bench_trl(self, rounds: int) -> list[float]:
-        """Seconds of TRL's `sync_weights` where the trainer's model and the engine's are in one process, this one."""
+        """Returns the seconds of TRL's `sync_weights`, with the trainer's model and the engine's in this process."""
         from trl.distributed import DistributedBackend
         from trl.generation.vllm_generation import VLLMGeneration
 
@@ -69,14 +69,14 @@ class BenchWorker(VllmInternalWorkerExtension):
         generation.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None))
         generation._dist = DistributedBackend(generation.accelerator)
         generation.mode, generation.enable_sleep_mode = "colocate", False
-        generation.model = whole_model(worker.vllm_config.model_config.model, worker.device)
+        generation.model = trainer_model(worker.vllm_config.model_config.model, worker.device)
         driver = SimpleNamespace(model_runner=SimpleNamespace(model=worker.get_model()))
         engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=driver))
         generation.llm = SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: None)
         return seconds(generation.sync_weights, rounds, worker.device)
 
     def bench_connect(self, address: str, secret: str) -> None:
-        """Connect for `bench_verl`."""
+        """Connects to the trainer's process, for `bench_verl`."""
         self.bench_channel = connect(address, secret, "bench", 0)
 
     def bench_verl(self) -> None:
@@ -107,20 +107,20 @@ class BenchWorker(VllmInternalWorkerExtension):
         process_weights_after_loading(model, worker.vllm_config.model_config, worker.device)
 
     def bench_sum(self) -> float:
-        """Of all weights the model holds."""
+        """Returns the sum of all weights of the model."""
         return total(self.get_model().parameters())  # type: ignore[attr-defined]
 
 
 def resident(manifest: Manifest, device: torch.device) -> NamedTensors:
-    """Weights of these shapes and dtypes."""
+    """Makes weights of the manifest's names, shapes and dtypes."""
     return [
         (name, torch.full(shape, 0.01, dtype=getattr(torch, dtype), device=device))
         for name, (shape, dtype) in manifest.items()
     ]
 
 
-def whole_model(folder: str, device: torch.device) -> PreTrainedModel:
-    """The trainer's model as Transformers makes it, in float32."""
+def trainer_model(folder: str, device: torch.device) -> PreTrainedModel:
+    """Makes the trainer's model in Transformers, unsharded and in float32."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.to_empty(device=device)
@@ -132,7 +132,7 @@ def whole_model(folder: str, device: torch.device) -> PreTrainedModel:
 
 
 def views(buffer: torch.Tensor, pieces: list[list[Any]]) -> NamedTensors:
-    """The weights in a bucket: [name, dtype, shape, offset in bytes] of each."""
+    """Returns the weights in a bucket, from [name, dtype, shape, offset in bytes] of each."""
     return [
         (name, buffer[offset:].view(getattr(torch, dtype))[: torch.Size(shape).numel()].view(shape))
         for name, dtype, shape, offset in pieces

@@ -38,11 +38,11 @@ Row = dict[str, float]
 
 
 async def nothing() -> None:
-    """There is no server to stop."""
+    """Does nothing, since there is no server to stop."""
 
 
 def recipe(options: argparse.Namespace, sliced: bool, prompts: int) -> TrainConfig:
-    """The keys that rollouts read."""
+    """Makes a recipe with the keys that rollouts read."""
     cut: dict[str, Any] = {"slice_tokens": options.slice, "ahead": options.ahead} if sliced else {}
     return TrainConfig.model_validate(
         {
@@ -58,7 +58,7 @@ def recipe(options: argparse.Namespace, sliced: bool, prompts: int) -> TrainConf
 
 
 class Steps:
-    """Step after step of rollouts on one engine, the next prompts each time unless they are told to go back."""
+    """Steps of rollouts on one engine. Each takes the next prompts of the data."""
 
     def __init__(self, leader: Leader, options: argparse.Namespace, sliced: bool, prompts: int) -> None:
         self.config, self.leader, self.options = recipe(options, sliced, prompts), leader, options
@@ -75,9 +75,9 @@ class Steps:
         if sliced:
             self.carried = CarriedPool(self.config, self.pool, partial(self.prompts.take, seed=0))
 
-    def step(self, again: bool = False, lengths: dict[int, int] | None = None) -> Row:
-        """One more; its figures. `again`: with the prompts and the seeds of the one before."""
-        self.number += not again
+    def step(self, lengths: dict[int, int] | None = None) -> Row:
+        """Runs a step and returns its figures. After a step with `lengths` (`Terms`), the next has the same prompts."""
+        self.number += 1
         sampling = SamplingSettings(self.options.max_tokens, stop_token_ids=self.ends)
         settings = RolloutSettings(self.options.group, sampling, 0, seed=0, step=self.number)
         at, count = self.position, self.config.batch.prompts_per_step
@@ -91,14 +91,14 @@ class Steps:
         else:
             answers = self.pool.run(self.prompts.take(at, count, 0), settings, terms)
         seconds = time.perf_counter() - began
-        self.position = at if again or lengths is not None else position
+        self.position = at if lengths is not None else position
         sampled = [answer.sampled for answer in answers]
         figures = {"seconds": seconds, "tokens": float(sum(sampled)), "longest": float(max(sampled))}
         figures["prefill"] = prefill
         return figures | {"rate": sum(sampled) / seconds} | ages
 
     def prefill(self) -> float:
-        """Seconds that the engine needs to compute the caches of all answers that go on, without going on."""
+        """Returns the seconds that the engine takes to compute the caches of all unfinished answers."""
         groups = [] if self.carried is None else self.carried.groups()
         unfinished = [answer for group in groups for answer in group.unfinished.values() if answer.token_ids]
         if not unfinished:
@@ -106,7 +106,7 @@ class Steps:
         engine, sampling = self.leader.engine, SamplingSettings(1)
 
         async def compute() -> float:
-            """All of them at once, as a step begins."""
+            """Computes all of them at once, as a step does when it begins."""
             began = time.perf_counter()
             prompts = (answer.prompt_ids + answer.token_ids for answer in unfinished)
             await asyncio.gather(*(engine.complete(ids, sampling, seed=0, policy_version=0) for ids in prompts))
@@ -118,11 +118,11 @@ class Steps:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measures and prints."""
     with engine_for(options, keyed_noise=True) as leader:
-        whole, sliced = (Steps(leader, options, cut, options.prompts) for cut in (False, True))
-        whole.step()  # does not count
-        rows = {"whole": [whole.step() for _ in range(options.rounds)]}
+        waiting, sliced = (Steps(leader, options, cut, options.prompts) for cut in (False, True))
+        waiting.step()  # does not count
+        rows = {"whole": [waiting.step() for _ in range(options.rounds)]}
         for _ in range(oldest_age(sliced.config)):
             sliced.step()
         rows["slices"] = [sliced.step() for _ in range(options.rounds)]
@@ -139,10 +139,10 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, list[Row]]) -> None:
-    """Print the table, write the JSON."""
+    """Prints the table and writes the JSON."""
 
     def total(name: str, key: str) -> float:
-        """Over all rounds of one kind."""
+        """Adds up a figure over all rounds of one kind."""
         return sum(row.get(key, 0.0) for row in rows[name])
 
     rates = {name: total(name, "tokens") / total(name, "seconds") for name in rows}
@@ -156,11 +156,11 @@ def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, li
         cells.append([name, f"{rates[name]:.0f}", ratio, f"{longest:.0f}", age if name == "slices" else ""])
     answers = options.prompts * options.group
     title = f"{options.preset} {options.dtype}: {answers} answers a step of {options.mean} tokens on average"
-    again = total("slices", "carry/slices") - options.rounds
+    extra = total("slices", "carry/slices") - options.rounds
     share = total("slices", "prefill") / total("slices", "seconds")
     notes = [
         f"slices of {options.slice} tokens, {options.ahead:g} step(s) ahead: at most {oldest_age(config)} steps old",
-        f"{again / options.rounds:.1f} slices a step beyond its first; {options.max_num_seqs} sequences at a time",
+        f"{extra / options.rounds:.1f} slices a step beyond its first; {options.max_num_seqs} sequences at a time",
         f"{share:.1%} of the time for the caches of answers that go on",
         f"{total('slices', 'carry/preemptions'):.0f} preemptions",
     ]

@@ -50,7 +50,7 @@ HOST = "127.0.0.1"
 
 
 def receive_bare(port: int, sizes: list[int], rounds: int, device: torch.device) -> None:
-    """The other process of the floor: receives every bucket of every round."""
+    """Receives every bucket of every round, in the other process of the floor."""
     group = BroadcastGroup(GroupStore(connect_store(HOST, port, TIMEOUT), "bench"), 1, 2, device, HOST, TIMEOUT)
     buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
     for size in sizes * rounds:
@@ -58,7 +58,7 @@ def receive_bare(port: int, sizes: list[int], rounds: int, device: torch.device)
 
 
 def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: torch.device) -> list[float]:
-    """Seconds of each round."""
+    """Returns the seconds of each round."""
     sizes = [bucket.nbytes for bucket in plan.buckets]
     store = listen(HOST, 0, TIMEOUT)
     arguments = (store.port, sizes, rounds + 1, other)
@@ -77,7 +77,7 @@ def bare_broadcast(plan: BucketPlan, rounds: int, device: torch.device, other: t
     return times
 
 
-class Bench:
+class SendBench:
     """One policy, one engine apart, and the measurements: name -> seconds of each round."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -91,11 +91,11 @@ class Bench:
         self.times: dict[str, list[float]] = {}
 
     def call(self, method: str, *arguments: Any) -> list[Future[Any]]:
-        """Start a coroutine of the engine."""
+        """Starts a coroutine of the engine."""
         return [self.leader.thread.submit(getattr(self.leader.engine, method)(*arguments))]
 
     def run(self) -> None:
-        """Everything, cheapest first."""
+        """Measures everything, cheapest first."""
         rounds = self.options.rounds
         self.times["memcpy"] = seconds(plain_copy(self.plan.nbytes, self.device), rounds, self.device)
         self.times["broadcast"] = bare_broadcast(self.plan, rounds, self.device, self.other)
@@ -108,7 +108,7 @@ class Bench:
             self.times["load from a folder"] = seconds(load, rounds, self.device)
 
     def send(self, name: str, verify: Literal["off", "full"]) -> None:
-        """Time the updates of a sender of their own."""
+        """Times the updates of a new sender."""
         settings = SyncSettings(verify, self.options.bucket_mib << 20, TIMEOUT)
         with CollectiveSender(self.source, self.device, settings, workers=1) as sender:
             sender.connect(self.call("init_collective_async", 0, sender.ip, sender.port, sender.world_size, 1))
@@ -116,8 +116,8 @@ class Bench:
             self.times[name] = seconds(update, self.options.rounds, self.device)
 
 
-def present(bench: Bench) -> None:
-    """Print the table, write the JSON."""
+def present(bench: SendBench) -> None:
+    """Prints the table and writes the JSON."""
     options, nbytes = bench.options, bench.plan.nbytes
     floor = median(bench.times["broadcast"])
     rows = []
@@ -135,8 +135,8 @@ def present(bench: Bench) -> None:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
-    bench = Bench(options)
+    """Measures and prints."""
+    bench = SendBench(options)
     try:
         bench.run()
         present(bench)
@@ -145,7 +145,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     add_model(parser, "100M")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")

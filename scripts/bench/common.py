@@ -55,7 +55,7 @@ MIXTURES = {  # the same with the sizes of an expert, in Qwen3-MoE's form: exper
 }
 
 TIMEOUT = 600.0
-"""Seconds until a benchmark gives up what it waits for."""
+"""Seconds that a benchmark waits for a call before it gives up."""
 
 COPIED_AT_ONCE = 512 << 20  # bytes; larger copies are made of such pieces: far beyond any cache, and room is scarce
 
@@ -75,7 +75,7 @@ def add_model(parser: argparse.ArgumentParser, preset: str) -> None:
 
 
 def start(benchmark: Callable[[argparse.Namespace], None], options: argparse.Namespace, ranks: bool = False) -> None:
-    """Run it as training is run, so that it leaves nothing behind however it ends; with a process group if `ranks`."""
+    """Runs a benchmark as training is run, so that no process outlives it; with a process group if `ranks`."""
 
     def main() -> int:
         if ranks:
@@ -105,12 +105,12 @@ def write_config(folder: Path, preset: str, dtype: str) -> Path:
         "dtype": dtype,
     }
     if experts:
-        own = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": intermediate}
-        own |= {"head_dim": hidden // heads, "tie_word_embeddings": False}
-        Qwen3MoeConfig(**shape, **own, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
+        moe = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": intermediate}
+        moe |= {"head_dim": hidden // heads, "tie_word_embeddings": False}
+        Qwen3MoeConfig(**shape, **moe, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
     else:
-        own = {"intermediate_size": intermediate, "tie_word_embeddings": True}
-        Qwen2Config(**shape, **own, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+        dense = {"intermediate_size": intermediate, "tie_word_embeddings": True}
+        Qwen2Config(**shape, **dense, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     return folder
 
 
@@ -160,19 +160,19 @@ def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | Non
 
 def add_engine(parser: argparse.ArgumentParser, prompt_tokens: int, max_tokens: int, max_num_seqs: int) -> None:
     """The options of a benchmark of one engine's rollouts."""
-    told = {
+    sizes = {
         "prompt-tokens": (prompt_tokens, "length of the prompts"),
         "max-tokens": (max_tokens, "longest answer"),
         "max-num-seqs": (max_num_seqs, "sequences the engine runs at once"),
         "kv-cache-mib": (512, "size of the KV cache"),
     }
-    for name, (default, meaning) in told.items():
+    for name, (default, meaning) in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
 
 
 @contextmanager
 def engine_for(options: argparse.Namespace, **settings: Any) -> Iterator[Leader]:
-    """An engine by the options of `add_model` and `add_engine`, of version 0; closed at the end."""
+    """A context with an engine of version 0 by the options of `add_model` and `add_engine`."""
     leader = start_engine(
         write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype),
         this_device(),
@@ -196,7 +196,7 @@ def ask_worker(leader: Leader, method: str, *args: Any) -> Any:
 
 
 def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
-    """The trainer's own way to the policy's weights."""
+    """Returns the trainer's source of the policy's weights."""
     parameters: list[tuple[str, torch.Tensor]] = [*policy.named_parameters()]
     layout = partial(checkpoint_views, policy.model)
     return FsdpWeightSource(parameters, getattr(torch, dtype), layout)
@@ -210,7 +210,7 @@ def connected_manager(
     way: Way | None = None,
     tensor_parallel_size: int = 1,
 ) -> ShardingManager:
-    """A sharding manager between the two, as training has it; weights are staged unless they go another `way`."""
+    """Connects a sharding manager to policy and engine, as training does; without a `way`, weights are staged."""
     folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
     manager = ShardingManager(source, device, settings, folder, tensor_parallel_size, leader, way=way)
     manager.connect()
@@ -225,7 +225,7 @@ def this_device() -> torch.device:
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds, the device's work included."""
+    """Returns the seconds that an action takes, including its work on the device."""
     _synchronize(device)
     start = time.perf_counter()
     action()
@@ -234,12 +234,12 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds(action: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
-    """Seconds of each of `rounds` calls, after one that does not count."""
+    """Times `rounds` calls, after one that does not count; returns the seconds of each."""
     return [timed(action, device) for _ in range(rounds + 1)][1:]
 
 
 def in_turns(actions: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """The same for several actions, one of each in a round: what else the machine does meanwhile falls on all alike."""
+    """Times several actions as `seconds` does, in turns, so that other work on the machine slows all of them alike."""
     times = [{name: timed(action, device) for name, action in actions.items()} for _ in range(rounds + 1)][1:]
     return {name: [of_round[name] for of_round in times] for name in actions}
 
@@ -285,7 +285,7 @@ def origin() -> dict[str, Any]:
 
 
 class PeakMemory:
-    """The most memory in use inside, in bytes, beyond what was in use before: the device's, or resident host memory."""
+    """A context that measures peak memory of the device, or resident host memory, in bytes beyond those before it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.nbytes = device, 0
@@ -323,12 +323,12 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one."""
+    """Returns the median."""
     return statistics.median(values)
 
 
 def show(title: str, columns: list[str], rows: list[list[str]], notes: list[str]) -> None:
-    """Print a table, what it stands for above it and its notes and origin below."""
+    """Prints a table with its title above, and its notes and origin below."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")

@@ -28,33 +28,33 @@ COPIES_GIB = 1.0  # of weights that batched_mm may make; it is left out beyond
 
 
 def make(options: argparse.Namespace, device: torch.device) -> dict[str, Qwen3MoeExperts]:
-    """The same experts, once for each way."""
-    found = {}
+    """Makes equal experts for each way to compute them."""
+    layers = {}
     for name, way in WAYS.items():
         config = Qwen3MoeConfig(
             hidden_size=options.hidden, moe_intermediate_size=options.width, num_experts=options.experts
         )
         config._experts_implementation = way
-        found[name] = experts = Qwen3MoeExperts(config).to(device, getattr(torch, options.dtype))
+        layers[name] = experts = Qwen3MoeExperts(config).to(device, getattr(torch, options.dtype))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in experts.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * options.hidden**-0.5)
-    copied = options.tokens * options.top_k * 3 * options.hidden * options.width * found["loop"].down_proj.itemsize
+    copied = options.tokens * options.top_k * 3 * options.hidden * options.width * layers["loop"].down_proj.itemsize
     if copied > COPIES_GIB * 2**30:
-        del found["batched"]
-    return found
+        del layers["batched"]
+    return layers
 
 
 def routes(options: argparse.Namespace, even: bool) -> Tensor:
-    """The experts [tokens, top_k] of each token."""
+    """Draws the experts [tokens, top_k] of each token."""
     weights = torch.ones(options.experts) if even else 1 / torch.arange(1, options.experts + 1)
     generator = torch.Generator().manual_seed(1)
     return torch.multinomial(weights.expand(options.tokens, -1), options.top_k, generator=generator)
 
 
 def pass_of(experts: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Callable[[], None]:
-    """Forward and backward."""
+    """Returns an action that runs forward and backward once."""
 
     def run() -> None:
         hidden.grad = None
@@ -65,10 +65,11 @@ def pass_of(experts: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, scores: Te
 
 
 def main() -> None:
+    """Measures and prints."""
     parser = command_line(__doc__, rounds=5)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--width", type=int, default=128, help="of an expert's hidden layer")
+    parser.add_argument("--width", type=int, default=128, help="width of an expert's hidden layer")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -55,10 +55,12 @@ def chunks(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor
 
 
 def blocks(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Results:
+    """Computes the head as the trainer does."""
     return differentiated(target_logprobs(hidden, weight, None, targets), hidden, weight, coefficients)
 
 
 def trl(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Results:
+    """Computes the head as TRL does."""
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
 
     outputs = ("log_probs", "entropy")

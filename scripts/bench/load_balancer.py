@@ -20,7 +20,7 @@ REPEATS = 7
 
 
 def microseconds(call: Callable[[], Any], rounds: int) -> float:
-    """Median time of one call."""
+    """Returns the median time of one call."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -31,7 +31,7 @@ def microseconds(call: Callable[[], Any], rounds: int) -> float:
 
 
 def measure(engines: int, rounds: int) -> dict[str, float]:
-    """Microseconds a choice among engines of random-looking, different loads."""
+    """Returns the microseconds that a choice takes, by strategy, among engines with different loads."""
     loads = [EngineLoad() for _ in range(engines)]
     for index, load in enumerate(loads):
         load.cache_usage = index * 37 % 64 / 64
@@ -54,6 +54,7 @@ def measure(engines: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20000)

@@ -4,11 +4,11 @@
     python scripts/bench/lockstep.py [--trajectories 128] [--calls 4] [--seconds 0.3] [--json FILE]
 
 by itself   half of the trajectories answer once; the others call a tool that sleeps, `calls` times, with an answer
-            before and after each. Nobody waits for anybody
-lock-step   the same prompts, seeds and tokens, as loops over a batch have it: a turn's calls begin when everybody has
-            answered, and its answers when all calls have returned
+            before and after each. No trajectory waits for another
+lock-step   the same prompts, seeds and tokens, in a loop over the batch: the calls of a turn begin when all
+            trajectories have answered, and the next answers begin when all calls have returned
 
-Ids are random, the answers of an untrained model.
+The model is untrained, and its ids are random.
 """
 
 import argparse
@@ -27,24 +27,24 @@ from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import PolicyLLM
 from generation.trajectory import Trajectory
 
-TOLD = [{"role": "tool", "content": "ok"}]
+TOOL_RESULT = [{"role": "tool", "content": "ok"}]
 
 
 class Together:
-    """Lets trajectories go on when all that are still there have arrived."""
+    """A barrier at which trajectories wait for each other; those that have left are not waited for."""
 
     def __init__(self, count: int) -> None:
         self._here, self._there, self._go = 0, count, asyncio.Event()
 
     async def arrive(self) -> None:
-        """Wait for the others."""
+        """Waits until all other trajectories have arrived or left."""
         self._here += 1
         go = self._go
         self._look()
         await go.wait()
 
     def leave(self) -> None:
-        """Be waited for no more."""
+        """Leaves for good, so that no trajectory waits for this one."""
         self._there -= 1
         self._look()
 
@@ -57,7 +57,7 @@ class Together:
 async def run(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace, step: int, lockstep: bool
 ) -> tuple[float, int]:
-    """One round: its seconds, and the tokens sampled."""
+    """Runs a round; returns its seconds and the tokens sampled."""
     together = Together(options.trajectories) if lockstep else None
 
     async def episode(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
@@ -70,7 +70,7 @@ async def run(
                 await asyncio.sleep(options.seconds)
             if together is not None:
                 await together.arrive()
-            chat.add(TOLD)
+            chat.add(TOOL_RESULT)
             await chat.sample(sampling)
         if together is not None:
             together.leave()
@@ -81,7 +81,7 @@ async def run(
 
 
 async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[float]]:
-    """Seconds of both ways, and their ratio, in every round; the first round does not count."""
+    """Returns the seconds of both ways and their ratio, for every round except the first."""
     rows = []
     for step in range(options.rounds + 1):
         alone, tokens = await run(engine, tokenizer, options, step, lockstep=False)
@@ -93,7 +93,7 @@ async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: a
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measures and prints."""
     title = f"{options.trajectories} trajectories, half of them with {options.calls} calls of {options.seconds:g} s"
     floor = f"calls alone take {options.calls * options.seconds:g} s either way"
     rounds = measure(options, compare, max_model_len=1024)
@@ -101,10 +101,10 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__, rounds=3)
     parser.add_argument("--trajectories", type=int, default=128, help="how many run at once (default: 128)")
-    parser.add_argument("--calls", type=int, default=4, help="of every second trajectory (default: 4)")
+    parser.add_argument("--calls", type=int, default=4, help="calls of every second trajectory (default: 4)")
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a call takes (default: 0.3)")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
     return parser.parse_args()

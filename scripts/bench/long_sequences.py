@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""One update on one long sequence by two ranks: by one of them, while the other waits, and shared by both.
+"""One update on one long sequence: by one of two ranks, while the other waits, and shared by both.
 
     python -m trainer.launcher --nproc-per-node 2 scripts/bench/long_sequences.py [--tokens 32768] [--json FILE]
 
-Both have the same packs, weights and loss, and what they find must agree: the distance of all gradients together is in
-parts of their norm. Memory is a rank's, beyond that before the update, at its peak: activations, gradients and what
-collectives hold; on a CPU resident memory. The second column of memory is what is kept for backward alone, counted
-tensor by tensor. With several GPUs, or ranks, the sequence is shared by all.
+Both have the same packs, weights and loss, and their gradients must agree: the distance of all gradients together is
+relative to their norm. Memory is the peak of one rank, beyond its memory before the update: activations, gradients and
+buffers of collectives; on a CPU it is resident memory. The second column of memory has only what autograd keeps for
+backward, counted tensor by tensor. With more ranks, all of them share the sequence.
 """
 
 import argparse
@@ -42,11 +42,11 @@ MODEL = {
 """10M parameters, with little attention: at 32k tokens it is most of the work all the same."""
 
 LIMITS = {"memory": 0.6, "gradients": 1e-6}
-"""Of one rank's peak memory, with two ranks; of the gradients' norm, in float32."""
+"""Goals: the share of one rank's peak memory that two need, and the relative distance of float32 gradients."""
 
 
 class Kept:
-    """The bytes of the storages that autograd keeps for backward inside, each once; parameters are not counted."""
+    """A context that counts the bytes that autograd keeps for backward: each storage once, parameters left out."""
 
     def __init__(self) -> None:
         self.nbytes, self._seen = 0, set[int]()
@@ -68,7 +68,7 @@ class Kept:
 
 
 def update(policy: FsdpPolicy, sample: Sample, ways: int) -> dict[str, Any]:
-    """One optimizer step on one sequence, which `ways` ranks share: gradients, seconds and bytes."""
+    """Runs one optimizer step on one sequence, shared by `ways` ranks; returns its gradients, seconds and bytes."""
     gradients: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -90,7 +90,7 @@ def update(policy: FsdpPolicy, sample: Sample, ways: int) -> dict[str, Any]:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Everything, on each rank."""
+    """Measures on every rank; rank 0 prints."""
     device = this_device()
     folder = Path(tempfile.mkdtemp()) / "model"
     Qwen2Config(**MODEL, dtype=options.dtype, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
@@ -108,21 +108,21 @@ def benchmark(options: argparse.Namespace) -> None:
     }
     for variant in variants.values():
         variant(short)  # groups and buffers are made at first use
-    found = {name: variant(long) for name, variant in variants.items()}
-    alone, shared = (each.pop("gradients") for each in found.values())
+    figures = {name: variant(long) for name, variant in variants.items()}
+    alone, shared = (result.pop("gradients") for result in figures.values())
     norm = torch.stack([g.double().norm() for g in alone.values()]).norm()
     distance = torch.stack([(shared[name] - g).double().norm() for name, g in alone.items()]).norm()
     off = float(distance / norm)
-    everyones = exchange(found)
+    of_ranks = exchange(figures)
     if is_main():
-        report(options, {name: [each[name] for each in everyones] for name in found}, off)
+        report(options, {name: [result[name] for result in of_ranks] for name in figures}, off)
 
 
-def report(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]], off: float) -> None:
-    """The table; of memory the rank that has the most."""
+def report(options: argparse.Namespace, figures: dict[str, list[dict[str, Any]]], off: float) -> None:
+    """Prints the table; memory is that of the rank that uses the most."""
     rows, peaks = [], {}
-    for name, ranks in found.items():
-        peak, kept = (max(each[key] for each in ranks) for key in ("peak_bytes", "kept_bytes"))
+    for name, ranks in figures.items():
+        peak, kept = (max(result[key] for result in ranks) for key in ("peak_bytes", "kept_bytes"))
         peaks[name] = peak, kept
         alone = peaks["one rank"]
         rows.append([
@@ -136,11 +136,11 @@ def report(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]], 
         [f"gradients are {off:.1e} of their norm apart (reach: {LIMITS['gradients']:g} in float32); peak of two ranks: "
          f"at most {LIMITS['memory']} of one's"],
     )  # fmt: skip
-    save(options.json, {"ranks": found, "gradients_apart": off, "tokens": options.tokens})
+    save(options.json, {"ranks": figures, "gradients_apart": off, "tokens": options.tokens})
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of forward and backward")
     parser.add_argument("--tokens", type=int, default=32768, help="of the sequence (default: 32768)")

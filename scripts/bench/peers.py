@@ -1,6 +1,6 @@
 """Other projects' ways to bring the same weights to the same engine; bench_worker.py has the worker's half.
 
-TRL          its own code, colocated: each parameter alone into `load_weights`, in one process, so nothing is sent
+TRL          its own code, colocated: each parameter by itself into `load_weights`, in one process, so nothing is sent
 verl         the same calls as its bucketed transfer makes, in this order: each parameter gathered whole and cast,
              into a buffer of 2 GiB that is made anew each time; bucket by bucket, one buffer, into `load_weights`
 vLLM         its packed IPC engine: its own code, except for the few lines that hand chunks to the engine. CUDA only
@@ -40,9 +40,9 @@ class Way:
 
     Attributes:
         seconds: of each round.
-        staging: the most memory it took in between, on both sides together, in bytes; None: it moves nothing.
-        messages: from the trainer to the worker.
-        floor: seconds of a memcpy in each of the same rounds; None: see the row of its own.
+        staging: peak bytes of buffers between policy and engine, of both sides together; None: nothing was moved.
+        messages: the number of messages from the trainer to the worker.
+        floor: seconds of a memcpy in each of the same rounds; None: the row `memcpy` is the floor.
     """
 
     seconds: list[float]
@@ -52,18 +52,18 @@ class Way:
 
 
 def trl(leader: Leader, rounds: int) -> Way:
-    """TRL's way."""
+    """Measures TRL's `sync_weights` in the worker."""
     return Way(ask_worker(leader, "bench_trl", rounds), 0, 0)
 
 
 @torch.no_grad()
-def whole(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter, cast after it was gathered, as all peers do it. Collective."""
+def gathered(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gathers a parameter from all ranks and then casts it, in the order in which all peers do. Collective."""
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()).to(dtype)
 
 
 class Verl:
-    """verl's way. Every rank gathers, and every rank sends to the worker on its device."""
+    """The update as verl makes it: every rank gathers, and every rank sends to the worker on its device."""
 
     def __init__(self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device) -> None:
         self.leader, self.weights, self.dtype, self.device = leader, dict(weights), dtype, device
@@ -71,7 +71,7 @@ class Verl:
         self.channel = Listener(Path(tempfile.mkdtemp(dir=processes.private_folder())), "verl")
 
     def measure(self, rounds: int) -> Way:
-        """Time so many updates."""
+        """Times `rounds` updates."""
         ask_worker(self.leader, "bench_connect", self.channel.endpoint, self.channel.secret)
         self.channel.accept(TIMEOUT, "bench")
         times = seconds(self.update, rounds, self.device)
@@ -81,14 +81,14 @@ class Verl:
         return Way(times, copies * self.plan.capacity, 1 + len(self.plan.buckets))
 
     def check(self) -> None:
-        """Raise unless the engine holds the policy's weights: a timed way must work."""
-        sent = total(whole(weight, self.dtype) for weight in self.weights.values())
+        """Raises RuntimeError unless the engine has the policy's weights: a way that fails must not be timed."""
+        sent = total(gathered(weight, self.dtype) for weight in self.weights.values())
         held = ask_worker(self.leader, "bench_sum")
         if abs(sent - held) > 1e-6 * abs(sent):
             raise RuntimeError(f"the policy's weights add up to {sent}, the engine's after verl's calls to {held}")
 
     def update(self) -> None:
-        """One update."""
+        """Sends one update."""
         call = self.leader.thread.submit(self.leader.engine.call_workers("bench_verl"))
         staging = make_staging(self.plan.capacity, self.device)
         staging.export()
@@ -96,7 +96,7 @@ class Verl:
         self.channel.receive(TIMEOUT, "answer")
         for bucket in self.plan.buckets:
             for slot in bucket.slots:
-                weight = whole(self.weights[slot.parameter.name], self.dtype).reshape(-1).view(torch.uint8)
+                weight = gathered(self.weights[slot.parameter.name], self.dtype).reshape(-1).view(torch.uint8)
                 staging.buffers[0][slot.offset : slot.offset + len(weight)].copy_(weight)
             wait_for_writes(self.device)
             pieces = [[p.name, p.dtype, p.shape, p.offset] for p in bucket.pieces()]
@@ -107,14 +107,14 @@ class Verl:
 
 
 class VllmIpc:
-    """vLLM's way. The engine must have been started with `IPC_ARGUMENTS` and in `IPC_ENVIRONMENT`."""
+    """The update by vLLM's IPC engine. It must have been started with `IPC_ARGUMENTS` and in `IPC_ENVIRONMENT`."""
 
     def __init__(self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device) -> None:
         self.leader, self.weights, self.dtype, self.device = leader, weights, dtype, device
         self.chunks = 0
 
     def measure(self, rounds: int) -> Way:
-        """Time so many updates."""
+        """Times `rounds` updates."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info={"packed": True} if packed_at_start() else {})
@@ -128,20 +128,20 @@ class VllmIpc:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of its buffer, which must hold the largest weight."""
+        """The bytes of vLLM's buffer, which must hold the largest weight."""
         return max(VLLM_BUFFER, *(weight.numel() * self.dtype.itemsize for _, weight in self.weights))
 
     async def update(self) -> None:
-        """One update; on the engine's thread, where nothing else runs meanwhile."""
+        """Sends one update, on the engine's event loop, where nothing else runs meanwhile."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         engine, uuid = self.leader.engine.llm, str(torch.cuda.get_device_properties(self.device).uuid)
-        gathered = ((name, whole(weight, self.dtype)) for name, weight in self.weights)
+        pairs = ((name, gathered(weight, self.dtype)) for name, weight in self.weights)
         self.chunks = 0
         await engine.start_weight_update()
         with torch.cuda.device(self.device):
-            for chunk in packed_ipc_producer(gathered, uuid, lambda item: item[1], self.buffer_bytes):
+            for chunk in packed_ipc_producer(pairs, uuid, lambda item: item[1], self.buffer_bytes):
                 info = {"names": chunk.names, "shapes": chunk.shapes, "dtype_names": chunk.dtype_names}
                 info |= {"tensor_sizes": chunk.tensor_sizes} | ({} if packed_at_start() else {"packed": True})
                 info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(chunk.ipc_handle)).decode()

@@ -7,8 +7,8 @@ bare    every request of the batch handed to AsyncLLM.generate at once, in one a
 ours    generation.rollouts.episodes.rollout, with a reward that costs nothing
 
 The prefix cache is emptied before each measurement, and which of the two goes first alternates. The last column is the
-share of answers that are the same token by token: all in float32 on CPU, fewer where the arithmetic depends on the
-    batch.
+share of answers that are the same token by token: all of them in float32 on CPU, fewer where the arithmetic depends on
+the batch.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from generation.rollouts.episodes import RolloutSettings, rollout
 from generation.trajectory import Trajectory
 
 Tokens = dict[tuple[int, int], list[int]]
-"""(prompt, sample) -> what was sampled."""
+"""(prompt, sample) -> the sampled ids."""
 
 
 async def bare(engine: Engine, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
-    """vLLM by itself."""
+    """Samples with vLLM alone."""
 
     async def one(prompt: int, sample: int) -> list[int]:
         seed = sample_seed(settings.seed, settings.step, prompt, sample)
@@ -56,7 +56,7 @@ async def bare(engine: Engine, prompts: list[list[int]], settings: RolloutSettin
 
 
 async def ours(engine: Engine, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
-    """The training loop's way."""
+    """Samples as the training loop does."""
     unclaimed = iter(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
@@ -74,18 +74,18 @@ class Round:
     sampled: dict[str, Tokens]
 
     def speed(self, way: str) -> float:
-        """Tokens a second."""
+        """Returns the tokens per second of one way."""
         return sum(map(len, self.sampled[way].values())) / self.seconds[way]
 
     def row(self) -> list[float]:
-        """Tokens a second of both ways, their ratio, and the share of equal answers."""
+        """Returns the tokens per second of both ways, their ratio, and the share of equal answers."""
         both = list(zip(*(self.sampled[way].items() for way in ("bare", "ours")), strict=True))
         equal = sum(a == b for a, b in both) / len(both)
         return [self.speed("bare"), self.speed("ours"), self.speed("ours") / self.speed("bare"), equal]
 
 
 async def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace) -> list[Round]:
-    """Both ways in every round; the first round does not count."""
+    """Runs both ways in every round; the first round does not count."""
     rounds = []
     for step in range(options.rounds + 1):
         sampling = SamplingSettings(options.max_tokens)
@@ -102,7 +102,7 @@ async def compare(engine: Engine, prompts: list[list[int]], options: argparse.Na
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measures and prints."""
     with engine_for(options, plain_cpu_weights=options.plain) as leader:
         choice = random.Random(0)
         prompts = [
@@ -114,11 +114,11 @@ def benchmark(options: argparse.Namespace) -> None:
     note = f"{options.max_num_seqs} sequences at a time, {torch.get_num_threads()} thread(s)"
     columns = ["bare tok/s", "ours tok/s", "ours / bare", "same answers"]
     formats = (".0f", ".0f", ".3f", ".0%")
-    show_rounds(options.json, title, columns, formats, [each.row() for each in rounds], [note])
+    show_rounds(options.json, title, columns, formats, [result.row() for result in rounds], [note])
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     add_model(parser, "10M")
     parser.add_argument(

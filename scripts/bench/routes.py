@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What it takes to bring a mixture's routes to the ranks that train on them, beside the update that uses them.
+"""Time to bring a mixture's routes to the ranks that train on them, beside the update that uses them.
 
     python -m trainer.launcher --nproc-per-node 3 scripts/bench/routes.py [--tokens 2048] [--experts 64] [--layers 4]
 
-Each rank has answers, which the next one trains on, so that all of them travel. In turn and in one run:
+Each rank has answers that the next rank trains on, so that all of them are sent. In turn and in one run:
 
     answers   the exchange of ids, log-probabilities and masks, as the learner makes it
-    routes    the same with the routes of every token, checked, packed and unpacked
+    routes    this exchange with the routes of every token, checked, packed and unpacked
     update    forward, backward and optimizer step with these routes
 
 The last column is the share of a step without its rollout, which would make it smaller.
@@ -39,16 +39,16 @@ VOCABULARY = 4096
 
 
 def make_policy(options: argparse.Namespace, device: torch.device) -> FsdpPolicy:
-    """A mixture in Qwen3-MoE's form, with random weights."""
+    """Makes a policy of Qwen3-MoE's architecture, with random weights."""
     folder = Path(tempfile.mkdtemp()) / "model"
     experts = {"num_experts": options.experts, "num_experts_per_tok": options.top_k, "head_dim": 64}
-    own = {"num_hidden_layers": options.layers, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
-    Qwen3MoeConfig(**SIZES, **own, **experts, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
+    depth = {"num_hidden_layers": options.layers, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
+    Qwen3MoeConfig(**SIZES, **depth, **experts, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
     return random_policy(folder, options.dtype, device)
 
 
 def answers(tokens: int, format: RouteFormat) -> list[Trajectory]:
-    """This rank's, as an engine gives them."""
+    """Makes this rank's answers, as an engine returns them."""
     generator, made = torch.Generator().manual_seed(rank()), []
     for number in range(ANSWERS):
         ids = torch.randint(VOCABULARY, (tokens // ANSWERS,), generator=generator).tolist()
@@ -59,16 +59,16 @@ def answers(tokens: int, format: RouteFormat) -> list[Trajectory]:
     return made
 
 
-def exchange(own: list[Trajectory], format: RouteFormat | None) -> list[Sample]:
-    """The samples of this rank, which are the answers of the one before it."""
-    gathered = gather_answers(own)
+def exchange(local: list[Trajectory], format: RouteFormat | None) -> list[Sample]:
+    """Returns the samples for this rank to train on, which are the answers of the rank before it."""
+    gathered = gather_answers(local)
     shares = [[n for n, a in enumerate(gathered) if a.rank == (r - 1) % world_size()] for r in range(world_size())]
     [samples] = exchange_samples([gathered], [shares], partial(to_sample, routes=format), format)
     return samples
 
 
 def update(policy: FsdpPolicy, samples: list[Sample]) -> None:
-    """One optimizer step."""
+    """Runs one optimizer step."""
     tokens = sum(len(sample.input_ids) for sample in samples)
 
     def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -78,16 +78,16 @@ def update(policy: FsdpPolicy, samples: list[Sample]) -> None:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Everything, on each rank."""
+    """Measures on every rank; rank 0 prints."""
     device = this_device()
     policy = make_policy(options, device)
     assert policy.routing is not None
     format = policy.routing.format
-    own = answers(options.tokens, format)
-    samples = exchange(own, format)
+    local = answers(options.tokens, format)
+    samples = exchange(local, format)
     actions: dict[str, Callable[[], object]] = {
-        "answers": lambda: exchange(own, None),
-        "routes": lambda: exchange(own, format),
+        "answers": lambda: exchange(local, None),
+        "routes": lambda: exchange(local, format),
         "update": lambda: update(policy, samples),
     }
     times = in_turns(actions, options.rounds, device)
@@ -107,7 +107,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank's answers together (default: 2048)")
     parser.add_argument("--experts", type=int, default=64)

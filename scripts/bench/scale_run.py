@@ -1,10 +1,10 @@
-"""One rank of the run that `scale.py` counts: a real one, or one that stands for as many as one likes.
+"""One rank of the run that `scale.py` counts: a real one, or rank 0 of any number of simulated ones.
 
-It is the step of `trainer.loop` with a policy on FSDP2, the sync of its weights to a worker, the exchange of answers,
-the update, the figures and a checkpoint; only what an engine would say comes from a list. A real rank is in a process
-group of gloo. A simulated one is rank 0 alone in PyTorch's fake process group, whose other ranks say what it says
-itself; answers, samples and parts of a checkpoint, of which each rank has others, are written in their names. Calls and
-bytes are counted as torch.distributed dispatches them, in either; bytes are those of a ring for gathers and sums.
+It runs the step of `trainer.loop` with a policy on FSDP2: the sync of its weights to a worker, the exchange of answers,
+the update, the figures and a checkpoint. Only the engine's answers come from a list. A real rank is in a process group
+of gloo. A simulated one is rank 0 alone in PyTorch's fake process group, whose other ranks send what it sends itself;
+answers, samples and parts of a checkpoint, which differ from rank to rank, are made up for each. In both, calls and
+bytes are counted when torch.distributed dispatches them; those of gathers and sums are the bytes of a ring.
 """
 
 import contextlib
@@ -52,23 +52,23 @@ from trainer.run import checkpoint, processes
 from trainer.run.watchdog import Watchdog
 from trainer.start import Start
 
-PROMPTS, GROUP = 2, 8  # of each rank in a step
-STEPS = 2  # of which the last is counted: the first sync is another
+PROMPTS, GROUP = 2, 8  # prompts of each rank in a step, and samples of each
+STEPS = 2  # the last is counted, since the first sync differs from all others
 DEADLINE = 600.0
 WIDTH: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "heads": 4, "kv_heads": 2, "layers": 2}
 
 
 class Counted(TorchDispatchMode):
-    """Collectives of this thread: of each kind the calls, the bytes sent and the bytes received.
+    """Counts this thread's collectives by kind: calls, bytes sent and bytes received.
 
-    A kind is the function of `sharding.ranks` that was called, or what torch.distributed calls a gather, scatter or sum
-    of tensors.
+    A kind is the name of the function of `sharding.ranks` that was called, or torch.distributed's name of a gather,
+    scatter or sum of tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, list[int]] = {}
-        self.coming: list[bytes] | None = None  # in a simulation: what the next exchange of bytes brings
+        self.coming: list[bytes] | None = None  # in a simulation: the payloads that the next exchange of bytes receives
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         done = function(*args, **(kwargs or {}))
@@ -90,30 +90,30 @@ class Counted(TorchDispatchMode):
             self.coming = None
 
     def take(self) -> dict[str, list[int]]:
-        """The counts since the last time."""
+        """Returns the counts since the last call."""
         counts, self.counts = self.counts, {}
         return counts
 
 
 def asked_by() -> str | None:
-    """The function of `sharding.ranks` that was called from elsewhere, if any was."""
+    """Returns the function of `sharding.ranks` through which this collective was called; None if there is none."""
     frame: FrameType | None = sys._getframe(2)
-    found: str | None = None
+    name: str | None = None
     while frame is not None:
         if frame.f_code.co_filename == exchanges.__file__:
-            found = frame.f_code.co_name
-        elif found and "contextlib" not in frame.f_code.co_filename:
-            return "agree" if found == "agreed" else found
+            name = frame.f_code.co_name
+        elif name and "contextlib" not in frame.f_code.co_filename:
+            return "agree" if name == "agreed" else name
         frame = frame.f_back
-    return found
+    return name
 
 
 def traffic(name: str, args: Any) -> tuple[int, int]:
-    """Bytes that a collective sends and receives on this rank."""
+    """Returns the bytes that a collective sends and receives on this rank."""
     if name == "alltoall_base":
-        output, own, coming, going = args[0], args[1], args[3], args[4]
+        output, outgoing, coming, going = args[0], args[1], args[3], args[4]
         me, count = dist.get_rank(), dist.get_world_size()
-        sent = own.nbytes - (going[me] * own.itemsize if going else own.nbytes // count)
+        sent = outgoing.nbytes - (going[me] * outgoing.itemsize if going else outgoing.nbytes // count)
         return sent, output.nbytes - (coming[me] * output.itemsize if coming else output.nbytes // count)
     if name == "allgather":
         around = sum(t.nbytes for t in args[0][0]) - args[1][0].nbytes
@@ -130,12 +130,12 @@ def traffic(name: str, args: Any) -> tuple[int, int]:
     elif name == "barrier":
         around = 0
     else:
-        raise NotImplementedError(f"nobody has said what {name} sends")
+        raise NotImplementedError(f"the bytes that {name} sends are not known here: add it to traffic()")
     return around, around
 
 
 class Loaded(nn.Module):
-    """An engine's model, which keeps every weight as the checkpoint has it."""
+    """An engine's model that keeps weights in the checkpoint's layout."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class Loaded(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Any) -> None:
-        """As vLLM calls it."""
-        own = dict(self.model.named_parameters())
+        """Copies weights by name; vLLM's models have this method."""
+        parameters = dict(self.model.named_parameters())
         for name, weight in weights:
-            own[name].copy_(weight)
+            parameters[name].copy_(weight)
 
 
 class ListedPool(Pool):
-    """Every rank's engine takes `PROMPTS` prompts and answers them from a list, alike on all ranks."""
+    """A pool in which every rank's engine takes `PROMPTS` prompts and answers them from a list."""
 
     requests: ClassVar[Counter[str]] = Counter()
 
@@ -158,17 +158,17 @@ class ListedPool(Pool):
         super().__init__(*arguments, **options)
         self._store = CountedStore(self._store, self.requests)  # type: ignore[assignment]
 
-    async def _sample(self, leader: Leader, prompts: Any, settings: Any, *others: Any) -> list[Trajectory]:
-        for _ in range(PROMPTS + 1):  # the last finds that there are no more
+    async def _sample(self, leader: Leader, prompts: Any, settings: Any, *rest: Any) -> list[Trajectory]:
+        for _ in range(PROMPTS + 1):  # after the last prompt, one request in vain
             self._store.add(f"rollout/{self._rounds}", 1)
-        found = listed(rank(), settings.policy_version)
-        for trajectory in found:
+        answers = listed(rank(), settings.policy_version)
+        for trajectory in answers:
             await self.score(trajectory, prompts[trajectory.prompt_index])
-        return found
+        return answers
 
 
 class CountedStore:
-    """The ranks' store, with requests counted by their kind."""
+    """The ranks' store, which counts requests by their kind."""
 
     def __init__(self, store: Any, requests: Counter[str]) -> None:
         self._store, self._requests = store, requests
@@ -179,27 +179,28 @@ class CountedStore:
 
 
 def listed(number: int, version: int) -> list[Trajectory]:
-    """The answers of a rank's engine; their lengths are others on each rank."""
-    found = []
+    """Makes the answers of a rank's engine; their lengths differ from rank to rank."""
+    answers = []
     for place in range(PROMPTS * GROUP):
         ids = [8 + (number + place * step) % 200 for step in range(8 + (5 * place + 7 * number) % 17)]
         prompt, sample = divmod(place, GROUP)
-        own = ids[6:]
-        answer = Trajectory(prompt + number * PROMPTS, sample, ids[:6], own, [1] * len(own), [-5.0] * len(own))
+        sampled = ids[6:]
+        mask, logprobs = [1] * len(sampled), [-5.0] * len(sampled)
+        answer = Trajectory(prompt + number * PROMPTS, sample, ids[:6], sampled, mask, logprobs)
         answer.reward, answer.versions, answer.weight_version = float(sample % 2), [(version, 0)], version
-        found.append(answer)
-    return found
+        answers.append(answer)
+    return answers
 
 
 def without_engine(start: Start, _: contextlib.ExitStack) -> None:
-    """In the place of `trainer.start.start_engine`: an engine in this process that only takes weights."""
+    """Makes, in place of `trainer.start.start_engine`, an engine in this process that only receives weights."""
     sizes = SimpleNamespace(dtype=torch.float32, tensor_parallel_size=1)
     worker = Worker(Loaded(start.config.model.path), SimpleNamespace(model_config=sizes, parallel_config=sizes))
     start.leader = Leader(OneWorker(worker), Thread())  # type: ignore[arg-type]
 
 
 def recipe(folder: Path, ranks: int) -> TrainConfig:
-    """Of a run on so many ranks, with a tiny model and data in `folder`."""
+    """Makes the recipe of a run on `ranks` ranks, with a tiny model and data in `folder`."""
     return TrainConfig.model_validate(
         {
             "run": {"name": f"ranks_{ranks}", "output_dir": str(folder), "steps": STEPS + 1, "device": "cpu"},
@@ -217,7 +218,7 @@ def recipe(folder: Path, ranks: int) -> TrainConfig:
 
 
 def make_inputs(folder: Path) -> None:
-    """A tiny model and prompts."""
+    """Writes a tiny model and prompts into `folder`."""
     from trainer.commands.tiny_model import make_tiny_model
 
     make_tiny_model(folder / "model", vocab_size=288, **WIDTH)
@@ -226,9 +227,9 @@ def make_inputs(folder: Path) -> None:
 
 
 def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
-    """One rank's counts of its start, a step, and a checkpoint, in a process group that it has joined."""
+    """Counts the start, a step and a checkpoint of this rank, which has joined a process group."""
     config, counted, ranks = recipe(folder, world_size()), Counted(), world_size()
-    found: dict[str, Any] = {"ranks": ranks}
+    counts: dict[str, Any] = {"ranks": ranks}
     with contextlib.ExitStack() as resources:
         watchdog = resources.enter_context(Watchdog(distributed.store(), rank(), ranks))
         sockets = Path(resources.enter_context(tempfile.TemporaryDirectory()))
@@ -237,51 +238,51 @@ def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
             mock.patch("trainer.start.start_engine", without_engine),
             mock.patch.object(extension, "_PLAIN_ON_CPU", True),
             mock.patch.object(processes, "private_folder", return_value=sockets),
-            mock.patch.object(checkpoint, "write", functools.partial(timed_writing, found, checkpoint.write)),
-            others_speak(counted) if simulated else contextlib.nullcontext(),
+            mock.patch.object(checkpoint, "write", functools.partial(timed_writing, counts, checkpoint.write)),
+            simulated_ranks(counted) if simulated else contextlib.nullcontext(),
         ):
             resources.enter_context(place)
         with counted:
             trainer = RLTrainer(config, watchdog, resources)
-        found["start"] = counted.take()
+        counts["start"] = counted.take()
         for step in range(1, STEPS + 1):
             ListedPool.requests.clear()
             began = time.perf_counter()
             with counted:
                 trainer.train_step(step)
-            found |= {"step": counted.take(), "seconds": time.perf_counter() - began}
-            found["requests"] = ListedPool.requests["add"]
-        found["peak"] = peak_bytes()
+            counts |= {"step": counted.take(), "seconds": time.perf_counter() - began}
+            counts["requests"] = ListedPool.requests["add"]
+        counts["peak"] = peak_bytes()
         trainer.keeper.finish()
         [saved] = (config.run.folder / "checkpoints").glob("step_*")
         names = [file.name for file in saved.iterdir()]
-        own = [name for name in names if name.startswith(("__0_", "rank_0."))]
-        others = [name for name in names if name.startswith(("__", "rank_"))]
-        found["files"] = len(names) + simulated * (ranks * len(own) - len(others))
-        found["table"] = (saved / checkpoint.METADATA).stat().st_size
-    return found
+        of_rank_0 = [name for name in names if name.startswith(("__0_", "rank_0."))]
+        of_any_rank = [name for name in names if name.startswith(("__", "rank_"))]
+        counts["files"] = len(names) + simulated * (ranks * len(of_rank_0) - len(of_any_rank))
+        counts["table"] = (saved / checkpoint.METADATA).stat().st_size
+    return counts
 
 
 def peak_bytes() -> int:
-    """The most memory of this process so far, without that of files."""
+    """Returns the peak memory of this process so far, without that of mapped files."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return (int(sizes["VmHWM"].split()[0]) - int(sizes["RssFile"].split()[0])) << 10
 
 
-def timed_writing(found: dict[str, Any], write: Callable[..., Path], *arguments: Any) -> Path:
-    """On the checkpoint's thread."""
+def timed_writing(counts: dict[str, Any], write: Callable[..., Path], *arguments: Any) -> Path:
+    """Writes a checkpoint, on its thread, and adds the seconds to `counts`."""
     began = time.perf_counter()
     path = write(*arguments)
-    found["writing"] = time.perf_counter() - began
+    counts["writing"] = time.perf_counter() - began
     return path
 
 
-# Ranks that are not there ---------------------------------------------------------------------------------------------
+# Simulated ranks ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def alone_of(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of so many."""
+    """A context in which this process is rank 0 of `ranks`."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     new_group = dist.new_group
     with (
@@ -293,12 +294,13 @@ def alone_of(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def others_speak(counted: Counted) -> Iterator[None]:
-    """What the other ranks send, where it is not what rank 0 sends."""
+def simulated_ranks(counted: Counted) -> Iterator[None]:
+    """A context in which the other ranks send what they would, where that differs from what rank 0 sends."""
     exchange_samples, to_all = answers_of.exchange_samples, answers_of.send_to_all
 
     def show(payloads: list[bytes]) -> list[bytes]:
-        counted.coming = [payloads[0], *[msgspec.msgpack.encode({})] * (world_size() - 1)]  # rank 0's are the first
+        shown_by_others = [msgspec.msgpack.encode({})] * (world_size() - 1)  # rank 0 shows its answers first
+        counted.coming = [payloads[0], *shown_by_others]
         return exchanges.all_to_all_bytes(payloads)
 
     def send_to_all(packed: bytes) -> list[bytes]:
@@ -310,8 +312,8 @@ def others_speak(counted: Counted) -> Iterator[None]:
             incoming = [bytearray() for _ in range(world_size())]
             for step, by_rank in zip(answers, shares, strict=True):
                 for answer in (step[position] for position in by_rank[0]):
-                    own = listed(answer.rank, 0)[answer.prompt_index % PROMPTS * GROUP + answer.sample_index]
-                    incoming[answer.rank] += answers_of._packed(sample(own))
+                    simulated = listed(answer.rank, 0)[answer.prompt_index % PROMPTS * GROUP + answer.sample_index]
+                    incoming[answer.rank] += answers_of._packed(sample(simulated))
             counted.coming = [bytes(part) for part in incoming]
             return exchanges.all_to_all_bytes(payloads)
 
@@ -323,7 +325,7 @@ def others_speak(counted: Counted) -> Iterator[None]:
         mock.patch.object(answers_of, "send_to_all", send_to_all),
         mock.patch("trainer.learning.groups.exchange_samples", handing_over),
         mock.patch("trainer.learning.answer_rows.all_to_all_bytes", show),
-        mock.patch("sharding.send.push.DigestCheck.different", return_value=[]),  # what was gathered is rank 0's alone
+        mock.patch("sharding.send.push.DigestCheck.different", return_value=[]),  # only rank 0's shards were gathered
         mock.patch.object(_DistWrapper, "gather_object", plans_of_all),
         mock.patch.object(_DistWrapper, "scatter_object", lambda _, objects: objects[0]),
         mock.patch.object(default_planner, "_validate_global_plan", return_value=[]),
@@ -331,32 +333,32 @@ def others_speak(counted: Counted) -> Iterator[None]:
         yield
 
 
-def swap(told: list[Any], whom: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """As `sharding.ranks._swap` of ranks that all tell the same."""
+def swap(payload: list[Any], peer: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """Does what `sharding.ranks._swap` does, between ranks that all send the same."""
     channel: Any = group or dist.group.WORLD
-    for part in exchanges._framed(msgspec.msgpack.encode(told)):
-        channel.recv([torch.empty_like(part)], whom, 0)
-        channel.send([part], whom, 0)
-    return told
+    for part in exchanges._framed(msgspec.msgpack.encode(payload)):
+        channel.recv([torch.empty_like(part)], peer, 0)
+        channel.send([part], peer, 0)
+    return payload
 
 
 def of_rank(packed: bytes, number: int) -> bytes:
-    """What rank `number` tells of its answers; rank 0 tells `packed` of its own."""
-    _, *others = msgspec.msgpack.decode(packed)
+    """Returns the rows of answers that rank `number` sends; `packed` are rank 0's."""
+    _, *rest = msgspec.msgpack.decode(packed)
     rows = np.array([answers_of._row(answer) for answer in listed(number, 0)], dtype=answers_of.ROW)
-    return msgspec.msgpack.encode((rows.tobytes(), *others))
+    return msgspec.msgpack.encode((rows.tobytes(), *rest))
 
 
-def plans_of_all(_: _DistWrapper, own: Any) -> list[Any]:
-    """Every rank's part of a checkpoint, unpickled as rank 0 gets it."""
-    if not isinstance(own, SavePlan):
-        return [own] * world_size()
-    packed = [pickle.dumps(of_shard(own, number)) for number in range(world_size())]
-    return [pickle.loads(plan) for plan in packed]
+def plans_of_all(_: _DistWrapper, plan: Any) -> list[Any]:
+    """Returns every rank's part of a checkpoint, pickled and unpickled, as rank 0 receives them."""
+    if not isinstance(plan, SavePlan):
+        return [plan] * world_size()
+    pickled = [pickle.dumps(of_shard(plan, number)) for number in range(world_size())]
+    return [pickle.loads(part) for part in pickled]
 
 
 def of_shard(plan: SavePlan, number: int) -> SavePlan:
-    """What rank `number` would write, if rows went on."""
+    """Returns the part that rank `number` would write: rank 0's, with the rows of its shards moved up."""
     items = []
     for item in plan.items:
         if item.type == WriteItemType.SHARD:
@@ -371,18 +373,18 @@ def of_shard(plan: SavePlan, number: int) -> SavePlan:
 
 
 def simulate(folder: str, ranks: str, output: str) -> None:
-    """The counts of rank 0 of as many ranks as each of the numbers says, into a file."""
-    found = []
+    """Writes the counts of rank 0, of each number of ranks in `ranks`, into a file."""
+    counts = []
     for number in map(int, ranks.split(",")):
         with alone_of(number):
-            found.append(count_run(Path(folder), simulated=True))
-    Path(output).write_text(json.dumps(found))
+            counts.append(count_run(Path(folder), simulated=True))
+    Path(output).write_text(json.dumps(counts))
 
 
 def really(folder: str, output: str) -> None:
-    """One of the ranks that torchrun's variables tell of; rank 0 writes its counts into a file."""
+    """Runs the rank of torchrun's variables; rank 0 writes its counts into a file."""
     distributed.init_process_group(DEADLINE, "cpu")
-    found = count_run(Path(folder))
+    counts = count_run(Path(folder))
     if is_main():
-        Path(output).write_text(json.dumps(found))
+        Path(output).write_text(json.dumps(counts))
     distributed.destroy_process_group()

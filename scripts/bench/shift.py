@@ -59,7 +59,7 @@ PHASES = {
     "sleep": ["sleep"],
     "restore": ["onload"],
 }
-"""What the table calls them: the phases of `SyncReport.seconds` that make them up."""
+"""The table's name of a phase: the phases of `SyncReport.seconds` that it sums."""
 
 SETTLED = 2
 """Cycles after which allocators and caches have what they keep; memory is compared from here on."""
@@ -67,18 +67,18 @@ SETTLED = 2
 
 @dataclass
 class Cycle:
-    """One cycle.
+    """The measurements of one cycle.
 
     Attributes:
-        seconds: of each phase, and of the optimizer step.
-        memory: bytes of either side, on and off.
+        seconds: the seconds of each phase, and of the optimizer step.
+        memory: the bytes of either side, on and off.
     """
 
     seconds: dict[str, float]
     memory: dict[str, int]
 
 
-class Bench:
+class ShiftBench:
     """One policy and one engine on one device."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -95,14 +95,14 @@ class Bench:
         self.step = ours(self.policy, Answers.random(4, 256, PRESETS[options.preset][-1]), 4096, packing=True)
 
     def run(self) -> list[Cycle]:
-        """Every cycle; the first one begins with an engine that sleeps."""
+        """Runs all cycles; the first one begins with an engine that sleeps."""
         self.manager.sleep()
         gc.collect()
         gc.freeze()  # as the trainer does before its first step
         return [self.cycle() for _ in range(self.options.rounds)]
 
     def cycle(self) -> Cycle:
-        """One."""
+        """Runs and measures one cycle."""
         step = timed(self.step, self.device)
         with self.meter.phase("peak"):
             self.manager.wake(self.policy)
@@ -116,29 +116,29 @@ class Bench:
         return Cycle({"step": step} | seconds, memory)
 
     def sample(self) -> None:
-        """A few tokens, so that the engine is seen to work and its KV cache is touched."""
+        """Samples a few tokens, so that the engine has worked and its KV cache has been touched."""
         sampling = SamplingSettings(max_tokens=64)
         completion = self.leader.engine.complete([1, 2, 3], sampling, seed=0, policy_version=self.policy.version)
         self.leader.thread.run(completion, TIMEOUT, "sampling")
 
     def trainer_bytes(self) -> int:
-        """Memory of the trainer now."""
+        """Returns the memory that the trainer uses now."""
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else resident_bytes()
 
     def engine_bytes(self) -> int:
-        """Memory of the engine now."""
+        """Returns the memory that the engine uses now."""
         return self.leader.thread.run(self.leader.engine.memory_bytes(), TIMEOUT, "asking for memory")
 
 
 def growth(cycles: list[Cycle], side: str) -> float:
-    """Bytes a cycle: between the medians of the earlier and the later half, once memory has settled."""
+    """Returns the growth in bytes per cycle, between the medians of both halves of the cycles from `SETTLED` on."""
     values = [cycle.memory[side] for cycle in cycles[SETTLED:]]
     half = len(values) // 2
     return (median(values[-half:]) - median(values[:half])) / (len(values) - half) if half else 0.0
 
 
 def present(options: argparse.Namespace, cycles: list[Cycle]) -> None:
-    """Print the table, write the JSON."""
+    """Prints the table and writes the JSON."""
     sides = list(cycles[0].memory)
     rows = [[str(number), *cells(cycle)] for number, cycle in enumerate(cycles, 1)]
     seconds = {name: median([c.seconds[name] for c in cycles]) for name in cycles[0].seconds}
@@ -160,14 +160,14 @@ def present(options: argparse.Namespace, cycles: list[Cycle]) -> None:
 
 
 def cells(cycle: Cycle) -> list[str]:
-    """A row: ms, then MiB."""
+    """Formats a row: milliseconds, then MiB."""
     times = [f"{seconds * 1e3:.1f}" for seconds in cycle.seconds.values()]
     return times + [f"{nbytes / MIB:.1f}" for nbytes in cycle.memory.values()]
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
-    bench = Bench(options)
+    """Measures and prints."""
+    bench = ShiftBench(options)
     try:
         present(options, bench.run())
     finally:
@@ -176,7 +176,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__, rounds=10)
     add_model(parser, "10M")
     parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Prints the measured rows of docs/benchmarks.csv, or those in which all words given occur.
+"""Prints the measured rows of docs/benchmarks.csv, or those in which all the words occur.
 
 python scripts/bench/table.py [WORD ...]
 """
 
+import argparse
 import csv
 import sys
 from pathlib import Path
@@ -16,13 +17,13 @@ COLUMNS = ("what", "measured", "target", "commit", "command")
 
 
 def matching(words: list[str]) -> list[dict[str, str]]:
-    """Return the rows in which all words occur, in any column and in any case."""
+    """Returns the rows in which all words occur, in any column and in any case."""
     with ROWS.open(newline="", encoding="utf-8") as file:
         return [row for row in csv.DictReader(file) if all(w.lower() in " ".join(row.values()).lower() for w in words)]
 
 
 def main(words: list[str]) -> int:
-    """Print the rows as a table; the exit code is 1 if there are none."""
+    """Prints the rows as a table; the exit code is 1 if there are none."""
     table, rows = Table(*COLUMNS, show_lines=True), matching(words)
     for row in rows:
         table.add_row(*(row[column] for column in COLUMNS))
@@ -31,4 +32,6 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="text of any column, in any case")
+    sys.exit(main(parser.parse_args().words))

@@ -5,10 +5,10 @@
 
 eager             engine.enforce_eager: true, the default on CPU
 graphs            false, the default on CUDA: compiled, and on CUDA recorded as graphs
-graphs, NCCL's    the same with engine.extra.disable_custom_all_reduce: true; only with several ranks on CUDA
+graphs, NCCL's    as graphs, with engine.extra.disable_custom_all_reduce: true; only with several ranks on CUDA
 
-Each has an engine of its own, which is given the same batch again and again. Starting includes the first batch, in
-which what is compiled late is compiled.
+Each has an engine of its own, which samples the same batch in every round. The start includes the first batch, during
+which vLLM still compiles.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from generation.rollouts.episodes import RolloutSettings
 
 
 def ways(ranks: int, on_cuda: bool) -> dict[str, dict[str, Any]]:
-    """The engine's settings by the name of each way that there is here."""
-    found: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graphs": {"enforce_eager": False}}
+    """Returns the engine's settings of each way that is possible on this device, by name."""
+    settings: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graphs": {"enforce_eager": False}}
     if on_cuda and ranks > 1:
-        found["graphs, NCCL's"] = found["graphs"] | {"extra": {"disable_custom_all_reduce": True}}
-    return found
+        settings["graphs, NCCL's"] = settings["graphs"] | {"extra": {"disable_custom_all_reduce": True}}
+    return settings
 
 
 def measure(options: argparse.Namespace, settings: dict[str, Any]) -> list[float]:
-    """Seconds until the first batch is there, and then tokens a second, round by round."""
+    """Returns the seconds until the first batch is sampled, and then the tokens per second of each round."""
     choice, vocabulary = random.Random(0), range(PRESETS[options.preset][-1])
     prompts = [choice.choices(vocabulary, k=options.prompt_tokens) for _ in range(options.prompts)]
     begun, figures, ranks = time.perf_counter(), list[float](), options.tensor_parallel_size
@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, settings: dict[str, Any]) -> list[float
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measures and prints."""
     chosen = ways(options.tensor_parallel_size, this_device().type == "cuda")
     figures = {name: measure(options, settings) for name, settings in chosen.items()}
     plain = median(figures["eager"][1:])
@@ -67,7 +67,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__)
     add_model(parser, "10M")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of the engine (default: 1)")

@@ -6,8 +6,9 @@
 instant   each trajectory answers, has its call run, answers again; the tool returns at once
 slow      the same prompts, seeds and tokens; the tool sleeps, half of the calls in threads, half on the event loop
 
-Were calls run one after the other, they would take trajectories x seconds more; were every turn waited for by all,
-nothing would be sampled meanwhile. Ids are random, the answers of an untrained model: what a call says is made up.
+If calls ran one after the other, they would take trajectories x seconds longer. If all trajectories waited for the
+slowest call of a turn, nothing would be sampled meanwhile. The model is untrained and its ids are random, so the calls
+are made up.
 """
 
 import argparse
@@ -34,19 +35,19 @@ from generation.trajectory import Trajectory
 from trainer.commands.tiny_model import make_tiny_model
 
 Comparison = Callable[[Engine, PreTrainedTokenizerBase, argparse.Namespace], Coroutine[Any, Any, list[list[float]]]]
-"""From an engine, its tokenizer and the options to a row for each round."""
+"""(engine, its tokenizer, options) -> a row for each round."""
 
 
 def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
-    """Calls one of two tools after every first answer, and none after the second."""
+    """Makes an agent that calls one of two tools after the first answer, and none after the second."""
 
     def blocking() -> str:
-        """Sleep on a thread."""
+        """Sleeps on a thread."""
         time.sleep(seconds)
         return "ok"
 
     async def waiting() -> str:
-        """Sleep on the event loop."""
+        """Sleeps on the event loop."""
         await asyncio.sleep(seconds)
         return "ok"
 
@@ -61,7 +62,7 @@ def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
 async def play(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, function: RolloutFunction, step: int, count: int
 ) -> tuple[float, list[Trajectory]]:
-    """One round of so many trajectories: its seconds, and what they have come to."""
+    """Runs a round of `count` trajectories; returns its seconds and the finished trajectories."""
     # A sixteenth of all ids ends an answer, so that answers end by themselves, after 16 tokens on average.
     sampling = SamplingSettings(64, stop_token_ids=list(range(10, 28)))
     settings = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
@@ -84,13 +85,13 @@ async def play(
 async def run(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
 ) -> tuple[float, int, int]:
-    """One round: its seconds, the tokens sampled and the calls made."""
+    """Runs a round; returns its seconds, the tokens sampled and the calls made."""
     took, done = await play(engine, tokenizer, tool_rollout(make_agent(tokenizer, pause)), step, count)
     return took, sum(sum(t.loss_mask) for t in done), int(sum(t.metrics.get("tools/calls", 0) for t in done))
 
 
 async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[float]]:
-    """Seconds of both ways and their difference, and the calls, in every round; the first round does not count."""
+    """Returns the seconds of both ways, their difference and the calls of every round except the first."""
     rows = []
     for step in range(options.rounds + 1):
         instant, tokens, calls = await run(engine, tokenizer, step, 0.0, options.trajectories)
@@ -102,7 +103,7 @@ async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: a
 
 
 def measure(options: argparse.Namespace, compare: Comparison, max_model_len: int) -> list[list[float]]:
-    """What is found with an engine of a tiny model, and its tokenizer: the rows of all rounds."""
+    """Runs a comparison with an engine of a tiny model and its tokenizer; returns the rows of all rounds."""
     folder = make_tiny_model(Path(tempfile.mkdtemp()) / "model")
     leader = start_engine(
         folder, this_device(), dtype="float32", max_model_len=max_model_len, max_num_seqs=options.max_num_seqs,
@@ -117,7 +118,7 @@ def measure(options: argparse.Namespace, compare: Comparison, max_model_len: int
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measures and prints."""
     title = f"{options.trajectories} trajectories, one call of {options.seconds:g} s each"
     columns = ["instant s", "slow s", "difference s", "calls"]
     serial = f"one call after the other would be {options.trajectories * options.seconds:g} s more"
@@ -126,7 +127,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__, rounds=3)
     parser.add_argument("--trajectories", type=int, default=64, help="how many run at once (default: 64)")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a call takes (default: 0.5)")

@@ -75,7 +75,7 @@ class Answers:
 
     @classmethod
     def random(cls, count: int, longest: int, vocabulary: int) -> "Answers":
-        """Log-normal lengths: prompts around a sixteenth of the longest answer, answers around a fifth, 64 at least."""
+        """Draws log-normal lengths: prompts around a sixteenth of `longest`, answers around a fifth and at least 64."""
         draw = random.Random(0)
 
         def lengths(typical: int, most: int) -> list[int]:
@@ -92,17 +92,17 @@ class Answers:
 
     @property
     def tokens(self) -> int:
-        """Real ones."""
+        """The number of tokens without padding."""
         return sum(map(len, self.prompts)) + self.scored
 
     @property
     def scored(self) -> int:
-        """Those of the answers."""
+        """The number of tokens in answers."""
         return sum(map(len, self.answers))
 
 
 def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool) -> Step:
-    """As the learner makes it."""
+    """Returns the step as the learner makes it."""
     samples = [
         Sample(p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p + a))
         for p, a in zip(batch.prompts, batch.answers, strict=True)
@@ -120,8 +120,9 @@ def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool) -> Step
 
 
 def trl(model: PreTrainedModel, batch: Answers, rows: int) -> Step:
-    """As GRPOTrainer makes it; it is built without its constructor, which would want a dataset and rewards."""
-    with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # imported for what is not used here
+    """Returns the step as GRPOTrainer makes it; its constructor, which needs a dataset and rewards, is not called."""
+    # TRL would import vLLM for parts that are not used here.
+    with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
         from trl.trainer import grpo_trainer
         from trl.trainer.utils import add_fused_lm_head, pad
     device = model.device
@@ -162,7 +163,7 @@ def trl(model: PreTrainedModel, batch: Answers, rows: int) -> Step:
 
 
 def twin(policy: FsdpPolicy, folder: Path) -> PreTrainedModel:
-    """A plain model in Transformers with the policy's weights."""
+    """Makes a plain Transformers model with the policy's weights."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -173,7 +174,7 @@ def twin(policy: FsdpPolicy, folder: Path) -> PreTrainedModel:
 
 
 def needed_operations(policy: FsdpPolicy, batch: Answers) -> float:
-    """Forward and backward of the real tokens, in multiplications and additions."""
+    """Returns the operations that forward and backward of the tokens without padding need."""
     head = policy.model.get_output_embeddings().weight.numel()
     embeddings = policy.model.get_input_embeddings().weight.numel()
     tied = policy.model.config.tie_word_embeddings
@@ -182,7 +183,7 @@ def needed_operations(policy: FsdpPolicy, batch: Answers) -> float:
 
 
 def main() -> None:
-    """Everything."""
+    """Measures and prints."""
     options = parse()
     device = this_device()
     init_process_group(3600, device.type)
@@ -218,7 +219,7 @@ def report(
     peaks: dict[str, int],
     floor: float,
 ) -> None:
-    """The table; ratios are of the same round, their spread over rounds in brackets."""
+    """Prints the table; ratios are of the same round, their spread over rounds in brackets."""
     spread = max(norms.values()) / min(norms.values()) - 1
     if spread > (0.05 if options.dtype == "bfloat16" else 1e-3):
         sys.exit(f"the variants disagree on the norm of the first step's gradient: {norms}")
@@ -246,7 +247,7 @@ def report(
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__, rounds=3)
     add_model(parser, "0.1B")
     parser.add_argument("--sequences", type=int, default=16)

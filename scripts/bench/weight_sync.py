@@ -9,18 +9,19 @@ projects' ways, in the same run.
 One engine a rank and size is started with random weights (nothing is read from disk) and serves every measurement:
 
     memcpy       the floor: a copy of the same bytes between two resident buffers, in every worker at once
-    load: ...    weights that lie in the worker already into its model: by replaying the copies that vLLM's loaders were
-                 seen to make, by the loaders under watch, and by them alone, one weight at a time. In turns with memcpy
-    digest       what the worker's half of sync.verify: full takes; in turns with memcpy, too
+    load: ...    weights in the worker's memory into its model: by replaying recorded copies, by vLLM's loaders while
+                 they are recorded, and by the loaders alone, one weight at a time. In turns with memcpy
+    digest       the worker's half of sync.verify: full; in turns with memcpy, too
     transport    staging filled by us and copied out by another process, two buffers in turn; neither trainer nor vLLM
     gather       the policy's shards, cast and gathered into staging; no process reads them
-    sync         all of it as in training, for each setting of sync.verify, in turns with memcpy; the engine stays awake
-    after sleep  the same, but the engine has given its memory back before, as in training
+    sync         a complete sync as in training, for each setting of sync.verify, in turns with memcpy; the engine is
+                 awake
+    after sleep  a sync after the engine has released its memory, as in training
     pull         sync.way pull: the worker reads the shards of all ranks, for each setting of sync.verify
     zero copy    sync.way zero_copy: the policy computes with the engine's own weights; one rank, unpacked weights
-    TRL, ...     others' ways, see peers.py
+    TRL, ...     the ways of other projects, see peers.py
 
-Threads: as many as OMP_NUM_THREADS says on either side, 1 if it says nothing.
+Either side has OMP_NUM_THREADS threads, by default one.
 """
 
 import argparse
@@ -82,7 +83,7 @@ LOADS = {
 }
 
 
-class Bench:
+class SyncBench:
     """One policy and one engine of one size, and the measurements on them: name -> `Way`."""
 
     def __init__(self, options: argparse.Namespace, preset: str) -> None:
@@ -93,13 +94,13 @@ class Bench:
         on_cuda = self.device.type == "cuda"
         os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
         self.begin(extra=IPC_ARGUMENTS if on_cuda else None, worker_extension="bench_worker.BenchWorker")
-        whole = None if options.packed else ()  # vLLM's loaders, which pack them, need weights whole
-        self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20, whole)
+        uncut = None if options.packed else ()  # vLLM's loaders pack weights, which a bucket must not cut then
+        self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20, uncut)
         self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
 
     def begin(self, shared: bool = False, **engine: Any) -> None:
-        """Start the engine and build the policy; `shared`: for one memory of both."""
+        """Starts the engine and builds the policy; with `shared`, in one memory."""
         dtype, plain = self.options.dtype, not self.options.packed
         group = self.options.tensor_parallel
         self.leader: Leader | None = None
@@ -117,15 +118,15 @@ class Bench:
         self.source = weight_source(self.policy, dtype)
 
     def run(self) -> None:
-        """Everything that was asked for and is possible."""
-        self.update(1)  # from it the worker knows what comes, and what its loaders do with it
-        whole, plain = self.options.tensor_parallel == 1, not self.options.packed
+        """Measures the sections that were asked for and are possible here."""
+        self.update(1)  # from it the worker knows the weights, and which copies its loaders make
+        unsplit, plain = self.options.tensor_parallel == 1, not self.options.packed
         sections: dict[str, tuple[Callable[[], None], bool]] = {
-            "load": (self.load, whole),
+            "load": (self.load, unsplit),
             "move": (self.move, True),
             "sync": (lambda: self.sync("sync"), True),
             "sleep": (self.after_sleep, True),
-            "peers": (self.peers, whole and plain and not self.mixture),
+            "peers": (self.peers, unsplit and plain and not self.mixture),
             "pull": (self.pull, plain),
             "zero copy": (self.share, world_size() == 1 and plain and not self.mixture),
         }
@@ -153,28 +154,28 @@ class Bench:
         staging.close()
 
     def sync(self, row: str, way: weight_ways.Way | None = None) -> None:
-        """Time syncs of each `verify` and the floor, in turns; the first ones, which map memory, do not count."""
+        """Times syncs of each `verify` and the floor, in turns; the first ones, which map memory, do not count."""
         floors: list[float] = []
         reports = self.update(self.options.rounds + 1, VERIFY, way, between=lambda: floors.append(self.floor()))
         for number, verify in enumerate(VERIFY):
-            found = reports[len(VERIFY) + number :: len(VERIFY)]
-            self.ways[f"{row}, verify {verify}"] = Way(*seconds_of(found), floor=floors[1 : self.options.rounds + 1])
+            chosen = reports[len(VERIFY) + number :: len(VERIFY)]
+            self.ways[f"{row}, verify {verify}"] = Way(*seconds_of(chosen), floor=floors[1 : self.options.rounds + 1])
 
     def after_sleep(self) -> None:
-        """The same for engines that have slept."""
+        """Times syncs as `sync` does, after engines have slept."""
         reports = self.update(self.options.rounds + 1, sleep=True)[1:]
         self.ways["after sleep, verify off"] = Way(*seconds_of(reports))
         self.shift = {p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")}
 
     def floor(self) -> float:
-        """Seconds of a memcpy of its weights in every worker of all engines at once: of the slowest."""
-        exchange(None)  # all ranks are here
+        """Returns the seconds of a memcpy of a worker's weights in all workers at once: those of the slowest."""
+        exchange(None)  # waits for all ranks
         nbytes = self.plan.nbytes // self.options.tensor_parallel
-        found = [0.0]
+        times = [0.0]
         if self.leader is not None:
             call = self.leader.engine.call_workers("bench_copy", nbytes)
-            found = self.leader.thread.run(call, TIMEOUT, "bench_copy")
-        return max(max(times) for times in exchange(found))
+            times = self.leader.thread.run(call, TIMEOUT, "bench_copy")
+        return max(max(of_rank) for of_rank in exchange(times))
 
     def update(
         self,
@@ -184,7 +185,7 @@ class Bench:
         sleep: bool = False,
         between: Callable[[], object] = lambda: None,
     ) -> list[SyncReport]:
-        """So many times a sync for each `verify`, as in training, by a manager of their own; `between` before each."""
+        """Runs `count` rounds, as in training: `between`, then a sync for each `verify`. Returns all reports."""
         if self.leader is not None:
             engine = self.leader.engine
             engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
@@ -209,18 +210,18 @@ class Bench:
         return reports
 
     def pull(self) -> None:
-        """From here on the policy's shards lie in memory that workers map."""
+        """Times syncs by `sync.way: pull`. From then on the policy's shards are in memory that workers map."""
         self.sync("pull", Pull(self.device, self.source, self.policy.shard_tensors(), [self.policy.optimizer]))
 
     def share(self) -> None:
-        """With an engine and a policy of its own: the first update copies, the others need not."""
+        """Times syncs of a new engine and policy in one memory: the first sync copies weights, later ones nothing."""
         self.close()
         del self.policy, self.source
         self.begin(shared=True, worker_extension="bench_worker.BenchWorker")
         self.sync("zero copy")
 
     def close(self) -> None:
-        """End the engine."""
+        """Stops the engine."""
         if self.leader is not None:
             self.leader.engine.close()
 
@@ -238,7 +239,7 @@ class Bench:
 
 
 def seconds_of(reports: list[SyncReport]) -> tuple[list[float], int, int]:
-    """What `Way` says of syncs: seconds of each, bytes of staging, messages."""
+    """Returns the fields of a `Way` from reports of syncs: seconds of each, bytes of staging, messages."""
     times = [sum(r.seconds.get(phase, 0.0) for phase in ("wake", "sync", "verify")) for r in reports]
     return times, reports[-1].staging_bytes, reports[-1].messages
 
@@ -265,7 +266,7 @@ class Reader:
         self.channel.close()
 
     def push(self, plan: BucketPlan) -> None:
-        """Every bucket of the plan through staging, one being filled while the other is read."""
+        """Sends every bucket of the plan through staging; one buffer is filled while the other is read."""
         for number, bucket in enumerate(plan.buckets):
             if number >= BUFFERS:
                 self.channel.receive(TIMEOUT, "answer")
@@ -278,7 +279,7 @@ class Reader:
 
 
 def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[str, Any]) -> None:
-    """The other process: copy each bucket into memory of its own."""
+    """Copies each bucket into memory of this process, which is the other one."""
     channel = connect(endpoint, secret, "bench", os.getpid())
     buffers = open_memory(handle, device)
     target = torch.ones(buffers[0].nbytes, dtype=torch.uint8, device=device)
@@ -298,8 +299,8 @@ def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None
     wait_for_writes(staging.buffers[0].device)
 
 
-def present(bench: Bench) -> dict[str, Any]:
-    """Print the table; returns its figures."""
+def present(bench: SyncBench) -> dict[str, Any]:
+    """Prints the table; returns its figures."""
     options, nbytes, ways = bench.options, bench.plan.nbytes, bench.ways
     middle = {name: median(way.seconds) for name, way in ways.items()}
     rows = []
@@ -332,7 +333,7 @@ def present(bench: Bench) -> dict[str, Any]:
     return figures | {"ways": {name: dataclasses.asdict(way) for name, way in ways.items()}}
 
 
-def peers_notes(bench: Bench) -> list[str]:
+def peers_notes(bench: SyncBench) -> list[str]:
     """Notes on the peers' rows, and the reasons that some are missing."""
     if bench.options.packed:
         return ["peers: none, since their load_weights cannot write weights that are packed for oneDNN"]
@@ -345,7 +346,7 @@ def peers_notes(bench: Bench) -> list[str]:
 
 
 def plot(sizes: list[dict[str, Any]], file: Path) -> None:
-    """Seconds against bytes for each way, both logarithmic."""
+    """Draws seconds against bytes for each way, both logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -364,10 +365,10 @@ def plot(sizes: list[dict[str, Any]], file: Path) -> None:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure and print, size by size."""
+    """Measures and prints, size by size."""
     sizes = []
     for preset in options.presets:
-        bench = Bench(options, preset)
+        bench = SyncBench(options, preset)
         try:
             bench.run()
             if is_main():
@@ -381,7 +382,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = command_line(__doc__, rounds=7)
     parser.add_argument(
         "--presets", nargs="+", choices=[*PRESETS, *MIXTURES], default=["100M"], help="sizes (default: 100M)"
