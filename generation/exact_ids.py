@@ -204,7 +204,7 @@ class History:
         self._by_chat.setdefault(_chat_key(messages), []).append((generation, _identity(assistant_message)))
 
     def before(self, prompt: str | Sequence[int], position: int | None = None) -> Generation | None:
-        """Return the answer that a prompt continues: the longest one whose prompt and answer are its prefix, or None.
+        """Return the answer that a prompt continues, the longest whose prompt and answer are a prefix of it; else None.
 
         An answer may have no text, for example if it is EOS alone; a text prompt then continues it only if it is longer
         than the answer's prompt, since it would otherwise be the same prompt again. The latest answer at the same
@@ -222,8 +222,8 @@ class History:
             if not generation.continued and fits(generation):
                 return generation
         for length in sorted((n for n in list(self._lengths) if n <= len(key)), reverse=True):
-            if same := [generation for generation in self._by_prompt.get(key[:length], []) if fits(generation)]:
-                return _nearest(same, position)
+            if equal := [generation for generation in self._by_prompt.get(key[:length], []) if fits(generation)]:
+                return _nearest(equal, position)
         return None
 
     def known_prefix(self, messages: Sequence[Message], position: int | None = None) -> "KnownPrefix | None":
@@ -235,8 +235,9 @@ class History:
             if (message := messages[count - 1]).get("role") == "assistant":
                 answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
                 key = _identity(message)
-                if same := [g for g, noted in answers if (echoes(message, g.text) if noted is None else noted == key)]:
-                    answer = _nearest(same, position)
+                equal = [g for g, noted in answers if (echoes(message, g.text) if noted is None else noted == key)]
+                if equal:
+                    answer = _nearest(equal, position)
                     return KnownPrefix(answer.ids, count, answer)
         return None
 
@@ -246,11 +247,11 @@ class History:
         Where conversations branch after common answers, all their trajectories contain these answers, but all except
         the first mask them, so that the masks sum to the number of sampled tokens.
         """
-        trajectories, learned = [], set[int]()
+        trajectories, included = [], set[int]()  # `id()` of the answers that a trajectory contains already
         for last in self.generations:
             if not last.continued:
-                trajectories.append(joined(last.chain, learned))
-                learned.update(map(id, last.chain))
+                trajectories.append(joined(last.chain, included))
+                included.update(map(id, last.chain))
         return trajectories
 
 
@@ -266,8 +267,9 @@ def _nearest(answers: list[Generation], position: int | None) -> Generation:
 
 
 def _identity(message: Message) -> Any:
-    """Return role, text, calls and images of a message, by which it is recognised; ids of calls, thoughts and extras
-    are left out, since clients differ in them.
+    """Return what identifies a message: its role, text, calls and images.
+
+    Ids of calls, thoughts and further fields are left out, since clients differ in them.
     """
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
@@ -356,8 +358,10 @@ class ChatHistory(History):
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect: content as text, or in parts if there are images;
-    arguments of tool calls as objects; None left out.
+    """Return a message in the form that chat templates expect.
+
+    Content is text, or parts if there are images. Arguments of tool calls are objects. Fields that are None are left
+    out.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
@@ -441,7 +445,7 @@ def replace_prefix_tokens(
         return list(template_token_ids)
     ends = eos_token_ids or tokenizer.eos_token_id
     if ends is None:
-        raise ValueError("the tokenizer has no EOS token, so nothing tells where an answer ends: name eos_token_ids")
+        raise ValueError("the tokenizer has no EOS token, so the end of an answer is not known: pass eos_token_ids")
     ends = frozenset([ends] if isinstance(ends, int) else ends)
     turns = _Turns(tokenizer, ends, template_prefix_token_ids, template_token_ids)
     turns.check_history_of(model_prefix_token_ids)
@@ -537,8 +541,10 @@ class _Turns:
         return text in (_IGNORED.sub("", before), _IGNORED.sub("", _THOUGHT.sub("", before)))
 
     def _is_remainder(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Return True if `rendered` has only words of `original`, in any order, and of the template, or if `original`
-        begins with its text, since a stop string may cut a word.
+        """Return True if a template may have made `rendered` from `original` by leaving out or reordering parts.
+
+        Then all its words are words of `original` or of the template. Or `original` begins with its text, since a stop
+        string may cut a word.
         """
         if _IGNORED.sub("", self._text(original)).startswith(_IGNORED.sub("", self._text(rendered))):
             return True

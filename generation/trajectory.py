@@ -29,9 +29,9 @@ class Trajectory:
         finish_reason: "stop", "length" (an answer or the context was cut), "max_turns" or "error".
         turns: the number of the policy's answers.
         answer_start: index in `response_ids` at which the last answer begins; reward functions see the text from there.
-        text: the whole response, decoded, without special tokens; or `decoded`, if there is one.
-        decoded: a sampler's own text of the answer, displayed and rewarded instead of the decoded ids; None: no text.
-        vote: the value that counts for the last answer in a majority vote; None: no value.
+        text: the complete response, decoded without special tokens; or `decoded`, if there is one.
+        decoded: the text that a sampler returned, displayed and rewarded instead of the decoded ids; None: no text.
+        vote: the value by which the last answer takes part in a majority vote; None: it takes no part.
         reward: the reward from the environment or the rollout function; the trainer adds the sum of the reward
             functions. An episode's reward is that of its last trajectory.
         turn_rewards: the reward of each answer, in order, if the environment rewards turns; they are part of `reward`.
@@ -41,6 +41,8 @@ class Trajectory:
         images: the images, in the order of their tokens in prompt and response.
         image_spans: (index in `prompt_ids + response_ids`, count) of each image's tokens. Other tokens with the same id
             belong to no image, since the policy may sample them (https://github.com/modelscope/ms-swift/issues/9287).
+        reward_parts: the values that make up the reward, by name: of reward functions, before their weights, and of an
+            environment or a client.
         reward_error: why a reward function failed on it; empty if none has failed.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
@@ -74,7 +76,7 @@ class Trajectory:
         ids, mask, logprobs = len(self.response_ids), len(self.loss_mask), len(self.logprobs)
         if not ids == mask == logprobs:
             lengths = f"{ids} response ids, {mask} mask entries and {logprobs} log-probabilities"
-            raise ValueError(f"{place}: {lengths} must be equally many")
+            raise ValueError(f"{place}: {lengths} must be equal in number")
         self.versions = checked_versions(self.versions or [(self.weight_version, 0)], ids, place)
         self.weight_version = self.versions[-1][0]
 
@@ -169,13 +171,13 @@ def by_episode(trajectories: Iterable[P]) -> list[list[P]]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value of a trajectory as plain types, for `msgspec` to write."""
+    """Return a value of a trajectory as plain types, for `msgspec` to write."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.shape, value.tobytes()
     return value.item()  # a NumPy number
 
 
 def array(_: type, packed: tuple[str, list[int], bytes]) -> np.ndarray:
-    """Return the array that `plain` has packed, for `msgspec` to read."""
+    """Return the array that `plain` has packed, for `msgspec` to read. The type that it asks for is ignored."""
     dtype, shape, data = packed
     return np.frombuffer(data, dtype).reshape(shape)

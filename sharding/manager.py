@@ -18,7 +18,7 @@ import torch
 from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.lifecycle import Memory
 from sharding.ranks import agreed, exchange, rank
-from sharding.send.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
+from sharding.send.probe import Probe, Tenant, VersionedPolicy, check_probe, draw_probe, vocabulary_of
 from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, Workers, futures, raise_if_failed
 from sharding.send.source import ShardedSource
 from sharding.send.ways import Staged, Way
@@ -125,7 +125,7 @@ class ShardingManager:
         if probe is not None:
             with self._timed("verify"), agreed("probing the engine"):
                 if self._leader is not None:
-                    compare_with(self._leader, probe, self._timeout)
+                    check_probe(self._leader, probe, self._timeout)
             self.report.verified = "probe"
 
     def sleep(self) -> None:

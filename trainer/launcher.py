@@ -8,7 +8,7 @@ three ways:
 - The rendezvous. torchrun's own listens on every interface (https://github.com/pytorch/pytorch/issues/173909) and, by
   default, unpickles whatever a connecting process has put there. Here launchers and ranks meet at a store bound to
   127.0.0.1, or on several nodes to `--master-addr`, and nothing in it is unpickled.
-- The end. A summary replaces the launcher's traceback, once no process of the run is left on this machine. The exit
+- The end. Once no process of the run is left on this machine, a summary is printed instead of a traceback. The exit
   code is the failed rank's, or 128 + the number of the signal that ended the launcher.
 - Temporary files. The launcher writes none.
 
@@ -76,25 +76,25 @@ class BoundRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets the other nodes' launchers at the store, which the ranks use too. Raises UserError if that fails."""
-        where = f"{self.master_addr}:{self.master_port}"
+        address = f"{self.master_addr}:{self.master_port}"
         if self.rank == 0 and self._store is None:
             try:
                 self._store = store = listen(self.master_addr, self.master_port, self.timeout.total_seconds())
             except OSError as error:
                 raise UserError(
-                    f"the launcher cannot listen on {where} ({error.strerror or error}): MASTER_ADDR must be this "
+                    f"the launcher cannot listen on {address} ({error.strerror or error}): MASTER_ADDR must be this "
                     "node's own address, and MASTER_PORT free there"
                 ) from error
             self.master_port = store.port
         try:
-            met = super().next_rendezvous()
+            info = super().next_rendezvous()
             while not self._first_of_its_node():
                 time.sleep(_LOOK_SECONDS)
-                met = super().next_rendezvous()
-            return met
+                info = super().next_rendezvous()
+            return info
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise UserError(f"node {self.rank} did not meet the others at {where}: {reason}") from error
+            raise UserError(f"node {self.rank} did not meet the others at {address}: {reason}") from error
 
     def _first_of_its_node(self) -> bool:
         """Returns True if this is the node's first launcher at this store; else an earlier one has died.
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     for name in ("", ".agent.server.api"):  # the summary reports signals; the second logger has its own level
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.ERROR)
-    words = os.memfd_create("hotbunk-last-words")
-    os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{words}"
+    messages_file = os.memfd_create("hotbunk-last-words")
+    os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{messages_file}"
     failures: dict[int, ProcessFailure] = {}
     outcome = _beginning(args)
     _tell_supervisor(outcome)  # in case this launcher is killed
@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures = failed.failures
         code = failed.get_first_failure()[1].exitcode
         code = code if code > 0 else 128 - code
-    except (SignalException, KeyboardInterrupt) as asked:
-        code = 128 + getattr(asked, "sigval", signal.SIGINT)
+    except (SignalException, KeyboardInterrupt) as interruption:
+        code = 128 + getattr(interruption, "sigval", signal.SIGINT)
     except UserError as error:
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
@@ -141,15 +141,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(0.1)
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)  # the rest takes only a moment
-    with os.fdopen(words, "rb") as file:  # the ranks' last words, in the order in which they were written
-        spoken = [json.loads(line) for line in file.read().splitlines()]
+    with os.fdopen(messages_file, "rb") as file:  # of `processes.leave_word`, in the order of writing
+        messages = [json.loads(line) for line in file.read().splitlines()]
     ending = f"was interrupted by {signal.Signals(code - 128).name}" if code - 128 in _INTERRUPTIONS else "failed"
-    reasons = _reasons(spoken, failures)
+    reasons = _reasons(messages, failures)
     if outcome.checkpoints:
         rows = read_rows(Path(outcome.checkpoints).with_name("metrics.jsonl"))
         outcome.step = rows[-1]["train/step"] + 1 if rows else 1
         outcome.saved = not set(supervisor.marks(Path(outcome.checkpoints))) <= set(outcome.before)
-    outcome.kinds, outcome.reasons = [word["kind"] for word in spoken], [line.strip() for line in reasons]
+    outcome.kinds, outcome.reasons = [message["kind"] for message in messages], [line.strip() for line in reasons]
     _tell_supervisor(outcome)
     lines = [f"the run {ending}, exit code {code}", *reasons, *_remedy(args)]
     with suppress(OSError):  # the terminal is gone
@@ -188,21 +188,21 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _reasons(words: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -> list[str]:
+def _reasons(messages: list[dict[str, Any]], failures: dict[int, ProcessFailure]) -> list[str]:
     """Returns a line for each reason for which ranks ended.
 
-    Ranks that ended without a word come first; the others follow in the order of their words.
+    Ranks that left no message come first; the others follow in the order of their messages.
     """
     ranks: dict[str, list[int]] = {}
-    for rank in failures.keys() - {word["rank"] for word in words}:
+    for rank in failures.keys() - {message["rank"] for message in messages}:
         code = failures[rank].exitcode
         code = code if code > 0 else 128 - code
         by_signal = f"was ended by {signal.Signals(code - 128).name}" if code - 128 in _SIGNALS else ""
-        ranks.setdefault(by_signal or f"ended with exit code {code}, without a word", []).append(rank)
-    for word in words:
-        text = word["text"].removeprefix(f"rank {word['rank']} ")
-        ranks.setdefault(text if word["kind"] in _SENTENCES else f"{word['kind']}: {text}", []).append(word["rank"])
-    lines = [f"  rank{'s' * (len(who) > 1)} {_list(sorted(who))}: {text}" for text, who in ranks.items()]
+        ranks.setdefault(by_signal or f"ended with exit code {code}, without a message", []).append(rank)
+    for message in messages:
+        rank, kind, text = message["rank"], message["kind"], message["text"].removeprefix(f"rank {message['rank']} ")
+        ranks.setdefault(text if kind in _SENTENCES else f"{kind}: {text}", []).append(rank)
+    lines = [f"  rank{'s' * (len(numbers) > 1)} {_list(sorted(numbers))}: {text}" for text, numbers in ranks.items()]
     more = len(lines) - _MOST_REASONS
     return lines if more <= 0 else [*lines[:_MOST_REASONS], f"  and {more} more reasons, above"]
 
@@ -245,10 +245,10 @@ def _remedy(args: Any) -> list[str]:
     records = f"the ranks' output is above, the run's records are in {folder}"
     if newest is None:
         return ["no checkpoint is complete: the same command starts from the beginning", records]
-    anyway = "" if config.checkpoint.resume == "auto" else " with --resume auto"
-    onward = f"to resume from {newest}, give the same command again{anyway}"
-    tried = f"to try the model of {newest.name}: {own_command()} generate {shlex.quote(str(folder))}"
-    return [onward, tried, records]
+    option = "" if config.checkpoint.resume == "auto" else " with --resume auto"
+    resuming = f"to resume from {newest}, give the same command again{option}"
+    trying = f"to try the model of {newest.name}: {own_command()} generate {shlex.quote(str(folder))}"
+    return [resuming, trying, records]
 
 
 if __name__ == "__main__":

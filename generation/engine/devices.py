@@ -29,6 +29,8 @@ def gpu_visible() -> bool:
 def cuda_problem() -> str | None:
     """Return the reason why this process cannot use CUDA, and the remedy; None if it can. Does not import torch.
 
+    The reason goes on after "run.device is cuda, but".
+
     A driver whose version is unknown (under WSL) is assumed to fit torch's release of CUDA.
     """
     if not gpu_visible():
@@ -41,8 +43,8 @@ def cuda_problem() -> str | None:
     if compatible or needed is None or driver is None or int(driver.partition(".")[0]) >= needed:
         return None
     return (
-        f"the NVIDIA driver {driver} is too old for CUDA {built_for}, which needs {needed}: update it, or, for a card "
-        "of a data centre, put NVIDIA's cuda-compat on LD_LIBRARY_PATH and set VLLM_ENABLE_CUDA_COMPATIBILITY=1"
+        f"the NVIDIA driver {driver} is too old for CUDA {built_for}, which needs {needed}: update it, or, for a data-"
+        "centre card, put NVIDIA's cuda-compat on LD_LIBRARY_PATH and set VLLM_ENABLE_CUDA_COMPATIBILITY=1"
     )
 
 
@@ -75,7 +77,7 @@ def device_count() -> int:
 
 
 def device_names() -> list[str]:
-    """Return this process's CUDA devices under their names in CUDA_VISIBLE_DEVICES; an empty list without CUDA."""
+    """Return the names of this process's CUDA devices, as in CUDA_VISIBLE_DEVICES; an empty list without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in visible.split(",")] if visible else list(map(str, range(device_count())))
 
@@ -89,11 +91,11 @@ def first_devices(count: int) -> tuple[int, ...]:
 
 
 def this_device() -> Callable[[], None]:
-    """Return a function that a new thread calls first, to be on the CUDA device of the thread that calls this.
+    """Return a function that sets the CUDA device of the thread that calls it to the device of this thread.
 
-    A new thread starts on device 0. It would wait for the streams of that device, whichever device its tensors are on,
-    and would thereby create a context there, which takes half a gigabyte for every process
-    (https://docs.pytorch.org/docs/stable/notes/cuda.html).
+    A new thread should call it first, since threads start on device 0. Otherwise it would wait for the streams of that
+    device, whichever device its tensors are on, and would thereby create a context there, which takes half a gigabyte
+    for every process (https://docs.pytorch.org/docs/stable/notes/cuda.html).
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

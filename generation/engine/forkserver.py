@@ -1,8 +1,8 @@
-"""Forks engine cores on CPU from a process that has imported vLLM, instead of letting each import it for 10 s.
+"""Forks engine cores on CPU from a process that has imported vLLM, so that a core does not import it itself for 10 s.
 
 vLLM starts a core by Python's `spawn`. Here Python's fork server starts cores instead. The server is itself forked from
-this process before this process has threads, a process group or anything of the policy, since a copy of those could
-hang a core, or keep a store open. Cores therefore begin with the imported modules and nothing else. Their workers are
+this process before this process has threads, a process group or parts of the policy, since a copy of those could hang a
+core, or keep a store open. Cores therefore begin with the imported modules and nothing else. Their workers are
 forked in the same way.
 
 On CUDA, cores are spawned: a process that was forked from one which has counted its CUDA devices cannot use them
@@ -40,8 +40,7 @@ MODULES = (
 
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")  # they start cores and workers
 _PR_SET_PDEATHSIG = 1
-_ERROR = 2  # the level of that name in c10/util/logging_is_not_google_glog.h
-
+_ERROR = 2  # the log level GLOG_ERROR of c10/util/logging_is_not_google_glog.h
 
 _signal_handlers: list[Any] = []
 """References, in the server and in cores, to the signal handlers of the process that was forked.
@@ -88,8 +87,8 @@ def _is_running(pid: int) -> bool:
 
 def _run_core(environment: dict[str, str], target: Callable[..., Any], **kwargs: Any) -> None:
     """Run a core's `target` in `environment`, and apply the variables that libraries read only at their import."""
-    # The kernel ends a core with the server, and the server with the rank. A core that outlived them, its guardians
-    # having been killed, would keep the rank's descriptors open, and with them the lock of the run.
+    # The kernel ends a core when the server ends, and the server when the rank ends. Without this, if the guardian was
+    # killed, a core would outlive them, and would keep the rank's descriptors open, and with them the lock of the run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not _is_running(_server._forkserver_pid):
         os._exit(1)
@@ -115,7 +114,7 @@ def _run_core(environment: dict[str, str], target: Callable[..., Any], **kwargs:
 
 
 def prepare() -> None:
-    """Do, once for all cores, work that every core would do at its start; it is half of a core's start time."""
+    """Do the work that every core would do at its start, which takes half of the start, once for all cores."""
     import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     platform: Any = import_module("vllm.platforms").current_platform
     # It reads every attribute of every module (vllm/triton_utils/dispatcher.py), and some of them warn.
@@ -131,7 +130,7 @@ def start() -> None:
     with without_collections():
         for name in MODULES:
             import_module(name)
-    setproctitle.getproctitle()  # it can find the process's title only before the environment is changed
+    setproctitle.getproctitle()  # works only before the environment is changed
     context = _Context()
     for name in _STARTERS:
         import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]

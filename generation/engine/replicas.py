@@ -128,7 +128,7 @@ class Replica(Actor):
         self.started = asyncio.ensure_future(self.call("start"))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method as `Actor.call` does. Raises ReplicaDied where the actor or its engine has ended."""
+        """Call a method as `Actor.call` does. Raises ReplicaDied where the actor or its engine has ended."""
         import ray
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -140,14 +140,14 @@ class Replica(Actor):
             raise ReplicaDied(f"{self.name}: {str(error).splitlines()[0].rstrip('.')}") from error
 
     def kill(self) -> None:
-        """Cancels the start, and kills the actor as `Actor.kill` does."""
+        """Cancel the start, and kill the actor as `Actor.kill` does."""
         for task in (self.placed, self.started):
             task.cancel()
         super().kill()
 
 
 class ReplicatedEngine(Engine):
-    """Replicas that act as one engine. `members` are those that have the latest weights, or are to get them next."""
+    """Replicas acting as one engine. `members` are those that answer: they have the latest weights, or get the next."""
 
     def __init__(self, settings: EngineSettings, count: int, restarts: int) -> None:
         """Create an engine of `count` replicas with equal settings; at most `restarts` deaths an hour are allowed."""
@@ -155,7 +155,7 @@ class ReplicatedEngine(Engine):
         self._count = count
         self._restarts = restarts
         self.members: list[Replica] = []
-        self._starting: list[Replica] = []  # not yet members
+        self._starting: list[Replica] = []  # they become members in `join`, before an update
         self._numbers = itertools.count()
         self._calls: list[asyncio.Future[Any]] = []
         self._deaths: list[float] = []
@@ -222,7 +222,7 @@ class ReplicatedEngine(Engine):
             await asyncio.wait([r.started for r in self._starting], return_when=asyncio.FIRST_COMPLETED)
 
     def _lose(self, replica: Replica, death: str) -> None:
-        """Replace a replica that has died, unless that has been done. Raises RuntimeError if too many have died."""
+        """Replace a replica that has died, unless it has been replaced. Raises RuntimeError if too many have died."""
         if replica not in (*self.members, *self._starting):
             return
         replicas = self.members if replica in self.members else self._starting
@@ -254,12 +254,12 @@ class ReplicatedEngine(Engine):
         return self._changed
 
     async def _gather(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Returns the results of calls to all members. Raises the first error at once; `settle` awaits the others."""
+        """Return the results of calls to all members. Raises the first error at once; `settle` awaits the others."""
         self._calls = [asyncio.ensure_future(call) for call in calls]
         return await asyncio.gather(*self._calls)
 
     async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """Samples one request on the least busy replica, as `Engine.submit` does, but yields only the final output."""
+        """Sample one request on the least busy replica, as `Engine.submit` does, but yield only the final output."""
         options.pop("lora_request", None)  # a replica knows the adapter of the latest update
         final = params.clone()
         final.output_kind = type(final.output_kind).FINAL_ONLY
@@ -281,11 +281,11 @@ class ReplicatedEngine(Engine):
         yield output
 
     async def prompt_logprobs_of_all(self, token_ids: list[int]) -> list[list[float]]:
-        """Returns the log-probabilities of a prompt's tokens, one list per replica."""
+        """Return the log-probabilities of a prompt's tokens, one list per replica."""
         return await self._gather([member.call("prompt_logprobs", token_ids) for member in self.members])
 
     async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Calls a method of all workers and returns the results, in the order of replicas and of their workers."""
+        """Call a method of all workers, and return the results in the order of replicas and of their workers."""
         kwargs["timeout"] = timeout
         results = await self._gather([member.call("call_workers", method, *args, **kwargs) for member in self.members])
         return [*itertools.chain(*results)]
@@ -297,7 +297,7 @@ class ReplicatedEngine(Engine):
         await self._gather([member.call("ask_workers", "init_collective", n * size, *group) for n, member in places])
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
-        """Updates the weights of all replicas, as `Engine.receive` does; here `version` is required."""
+        """Update the weights of all replicas, as `Engine.receive` does; here `version` is required."""
         assert version is not None
         self.state.begin_sync()
         with undone_by(self.state.fail_sync):
@@ -315,7 +315,7 @@ class ReplicatedEngine(Engine):
         return self._llm
 
     async def death(self) -> str:
-        """Returns why all replicas have ended, in words; "" while at least one runs or is starting."""
+        """Return the reason why the engine has ended; "" while a replica runs or is starting."""
         return "" if self.members or self._starting else "all its replicas have died"
 
     @property
@@ -350,11 +350,11 @@ def ray_module() -> Any:
 
 
 def join_cluster(cpus: int, taken: int = 0) -> None:
-    """Connect this process to the cluster of RAY_ADDRESS or, without it, to a new one on this machine.
+    """Connect this process to the cluster of RAY_ADDRESS or, if that is not set, to a new one on this machine.
 
     The new cluster is for this process alone: it is on loopback, has no dashboard, refuses clients that do not know its
     secret, and ends with the thread that calls this (prctl(2), PR_SET_PDEATHSIG). It has the machine's GPUs except
-    for the first `taken`, on which other ranks train; from then on this process sees only the cluster's GPUs.
+    for the first `taken`, on which ranks train. From then on this process sees only the cluster's GPUs.
 
     Raises:
         ImportError: Ray is not installed; the message names the remedy.

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """An asyncio event loop on a thread of its own, which runs until `close`, whatever its tasks raise."""
+    """An asyncio event loop on a thread of its own, which runs until `close`, whatever its tasks raise.
+
+    The thread uses the CUDA device of the thread that makes it.
+    """
 
     def __init__(self, name: str = "engine-loop") -> None:
         self.loop = asyncio.new_event_loop()
@@ -31,7 +34,7 @@ class EngineThread:
         while not self._closing:
             try:
                 self.loop.run_forever()
-            # These leave a task and end the loop (Lib/asyncio/tasks.py, Task.__step), which other tasks still need.
+            # A task that raises these ends the loop, which other tasks still need (Lib/asyncio/tasks.py, Task.__step).
             except (SystemExit, KeyboardInterrupt) as error:
                 message = f"{type(error).__name__} in a task or callback of thread {threading.current_thread().name!r}"
                 self.loop.call_exception_handler({"message": message, "exception": error})
@@ -43,12 +46,13 @@ class EngineThread:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run a coroutine from another thread and return its result.
 
-        After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with `what`.
+        After `timeout` seconds it is cancelled, and TimeoutError is raised. Its message begins with `what`, the action
+        as a noun: "the rollout did not finish within 60 s".
         """
         return waited_for(self.submit(coroutine), timeout, what)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel all tasks and stop the loop; a loop that is blocked is left to end with the process."""
+        """Cancel all tasks and stop the loop; a loop that is blocked keeps running until the process ends."""
         if self.loop.is_closed():
             return
 
@@ -69,7 +73,7 @@ class EngineThread:
 def waited_for(future: Future[T], timeout: float, what: str) -> T:
     """Return the result of a future.
 
-    After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with `what`.
+    After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with `what`, as in `run`.
     """
     try:
         return future.result(timeout)

@@ -72,7 +72,7 @@ async def rollout(
     setup: EpisodeSetup = EpisodeSetup(),
     engines: int = 1,
 ) -> list[Trajectory]:
-    """Sample groups for as many prompts as this engine can claim. Returns trajectories in the order they finished.
+    """Samples groups for as many prompts as this engine can claim. Returns trajectories in the order they finished.
 
     `engines` is the number of engines that share the prompts.
 
@@ -114,8 +114,8 @@ async def rollout(
 
 
 def lost_episode(llm: PolicyLLM) -> Trajectory:
-    """Returns the trajectory of an episode whose task was cancelled by other code, such as its own."""
-    error = "CancelledError: the episode's task was cancelled by somebody else"
+    """Returns the failed trajectory of an episode whose task was cancelled, but not by this module."""
+    error = "CancelledError: the episode's task was cancelled by other code"
     return llm.trajectory(finish_reason="error", error=error)
 
 
@@ -233,28 +233,31 @@ class CarriedEpisodes:
         return [place for place, group in self.groups.items() if len(group.done) == self.group_size]
 
     async def slice(self, version: int, new: Sequence[Beginning]) -> list[int]:
-        """Let every unfinished episode grow by a slice, the oldest first, and then begin new groups in their order.
+        """Continues every unfinished episode by a slice, the oldest first, then begins the new groups in their order.
 
         Returns `complete()` when every episode has ended or is parked. The engine's failure, and an error that
         `on_sample` raises, end all episodes.
         """
         self.engine.state.check_can_generate(version)
-        grown, failed = asyncio.ensure_future(self._grow(version, new)), asyncio.ensure_future(self._failed.wait())
+        advanced, failed = (
+            asyncio.ensure_future(self._continue_and_begin(version, new)),
+            asyncio.ensure_future(self._failed.wait()),
+        )
         try:
-            await asyncio.wait({grown, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({advanced, failed}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure is not None:
                 raise self._failure
-            return grown.result()
+            return advanced.result()
         except BaseException:
             await self.stop()
             raise
         finally:
             self.slices.close()
-            for task in (grown, failed):
+            for task in (advanced, failed):
                 task.cancel()
-            await asyncio.gather(grown, failed, return_exceptions=True)
+            await asyncio.gather(advanced, failed, return_exceptions=True)
 
-    async def _grow(self, version: int, new: Sequence[Beginning]) -> list[int]:
+    async def _continue_and_begin(self, version: int, new: Sequence[Beginning]) -> list[int]:
         self.slices.open(version)
         await asyncio.sleep(0)  # episodes that were parked take their places first
         for beginning in new:
@@ -267,8 +270,8 @@ class CarriedEpisodes:
         return self.complete()
 
     def _begin(self, beginning: Beginning, sample: int) -> None:
-        group, counted = beginning.group, ExitStack()
-        turnstile = counted.enter_context(self.slices.episode(self._room))
+        group, resources = beginning.group, ExitStack()
+        turnstile = resources.enter_context(self.slices.episode(self._room))
         llm = PolicyLLM(
             self.engine,
             self.tokenizer,
@@ -284,12 +287,12 @@ class CarriedEpisodes:
         )
 
         async def run() -> None:
-            """Run the episode to its end, over as many steps as it takes."""
+            """Runs the episode to its end, over as many steps as it takes."""
             row, on_sample = dict(beginning.row), beginning.on_sample
             group.done[sample] = await scored_episode(self.function, llm, row, on_sample, self._room)
 
         def ended(task: asyncio.Task[None]) -> None:
-            """Note the end of the task: a cancelled episode is lost, and an error ends all episodes."""
+            """Notes the end of the task: a cancelled episode is lost, and an error ends all episodes."""
             self._tasks.discard(task)
             del self._turnstiles[group.place, sample]
             if self._stopped:
@@ -299,15 +302,16 @@ class CarriedEpisodes:
             elif (error := task.exception()) is not None:
                 self._failure = self._failure or error
                 self._failed.set()
-            counted.close()
+            resources.close()
 
         self._turnstiles[group.place, sample] = turnstile
         self._tasks.add(task := asyncio.ensure_future(run()))
         task.add_done_callback(ended)
 
     def parked(self) -> list[tuple[int, int, Unfinished]]:
-        """Returns place, sample and answer of each episode that is parked with exactly one unfinished answer. At levels
-        other than the first, the answer's prompt holds the earlier turns.
+        """Returns place, sample and answer of each episode that is parked with exactly one unfinished answer.
+
+        In an episode of several turns, the answer's prompt contains the earlier ones.
         """
         places = self._turnstiles.items()
         return [(*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None]
@@ -320,7 +324,7 @@ class CarriedEpisodes:
         return [copies[place] for place in sorted(copies)]
 
     async def stop(self) -> None:
-        """End all unfinished episodes."""
+        """Cancels all unfinished episodes."""
         self._stopped = True
         tasks = list(self._tasks)
         for task in tasks:

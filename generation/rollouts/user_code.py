@@ -70,7 +70,7 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
         task.cancel()
         raise UserTimeout(f"took longer than {timeout:g} s")
     if task.cancelled():  # before it began, so that `run` could not catch the error
-        raise UserCodeError("CancelledError: the task was cancelled by somebody else")
+        raise UserCodeError("CancelledError: the task was cancelled by other code")
     return task.result()
 
 

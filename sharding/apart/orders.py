@@ -21,7 +21,7 @@ from generation.engine.engine import Engine, Leader
 from generation.engine.replicas import ReplicatedEngine, cluster_address
 from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.ranks import RemoteError, agreed, exchange, is_main, rank
-from sharding.send.probe import Probe, Tenant, VersionedPolicy, compare_with, draw_probe, vocabulary_of
+from sharding.send.probe import Probe, Tenant, VersionedPolicy, check_probe, draw_probe, vocabulary_of
 from sharding.send.push import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.wire.channel import SyncError
@@ -196,7 +196,7 @@ class TrainersApart:
             pass
         probe = self._line.receive(self._timeout, "probe of the weights")["probe"]
         if probe is not None and self._leader is not None:
-            compare_with(self._leader, probe, self._timeout)
+            check_probe(self._leader, probe, self._timeout)
 
     def _take(self, version: int) -> bool:
         """One update, before which new workers join a group; False where it has to begin again, with other replicas."""

@@ -1,4 +1,4 @@
-"""A probe of weights that cannot be read back: the same random tokens, scored by the policy and by the engine."""
+"""A check of weights that cannot be read back: policy and engine score the same random tokens."""
 
 import math
 import random
@@ -17,14 +17,14 @@ PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 bfloat16 sends some tokens to other experts than a trainer in float32: a tiny one was 0.23 off after 29 steps."""
 
 Probe = tuple[list[int], list[float]]
-"""Token ids, and the policy's log-probability (nats) of each but the first."""
+"""Token ids, and the policy's log-probability (nats) of each except the first."""
 
 
 class Tenant(Protocol):
-    """A part of the trainer with device memory that a generation shift can do without."""
+    """A part of the trainer whose device memory is not needed, and can be released, while the engine generates."""
 
     def release(self, weights: bool) -> int:
-        """Give back what is not needed until `restore`, its weights too if `weights`; returns how many bytes."""
+        """Release memory that is not needed until `restore`, with its weights if `weights`; return the bytes."""
 
     def restore(self) -> None:
         """Take the memory again, as it was; called whether or not anything was released."""
@@ -53,16 +53,19 @@ def draw_probe(policy: VersionedPolicy, vocabulary: int) -> Probe:
     """Draw random tokens and have the policy score them. Collective. Raises NotFiniteError, on all ranks alike."""
     token_ids = random.Random(policy.version).choices(range(vocabulary), k=PROBE_TOKENS)
     expected = policy.score_tokens(token_ids)
-    if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:  # alike on all ranks
+    if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:
         raise NotFiniteError(f"the policy gives random tokens a log-probability of {bad[0]}")
     return token_ids, expected
 
 
-def compare_with(leader: Leader, probe: Probe, timeout: float) -> None:
-    """Raise SyncError, and leave the engine without a version, if its log-probabilities differ. `timeout`: seconds."""
+def check_probe(leader: Leader, probe: Probe, timeout: float) -> None:
+    """Have the engine score a probe, for at most `timeout` seconds, and compare it with the policy's scores.
+
+    Raises SyncError, and leaves the engine without a version, if their mean gap exceeds `PROBE_TOLERANCE`.
+    """
     token_ids, expected = probe
     scored = leader.thread.run(leader.engine.prompt_logprobs_of_all(token_ids), timeout, "the log-probability probe")
-    gap = max(sum(abs(a - b) for a, b in zip(expected, held, strict=True)) / len(held) for held in scored)
+    gap = max(sum(abs(a - b) for a, b in zip(expected, logprobs, strict=True)) / len(logprobs) for logprobs in scored)
     bound = PROBE_TOLERANCE[leader.engine.settings.dtype]
     if not gap <= bound:
         leader.engine.state.fail_sync()

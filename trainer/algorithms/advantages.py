@@ -1,4 +1,4 @@
-"""Advantages, which say how much better an answer is than the policy's usual ones to its prompt, and their records.
+"""Advantages: how much better an answer is than the policy's usual answers to its prompt. `ADVANTAGES` lists them.
 
 Rewards are [P, G] of any floating dtype, masks [B, T], and results float32, 0 where masked. Groups of unequal size are
 passed one at a time, as [1, G]. A turn is a run of trainable tokens; between two turns are masked tokens, those of a
@@ -152,21 +152,21 @@ def turn_relative(returns: Tensor, taken: Tensor, normalize_std: bool = True, ep
     exactly 0. `returns` [P, G, K] are those of `returns_to_go`; `taken` [P, G, K] is 1 where the sample has this turn.
     The result [P, G, K] is put on tokens by `spread_over_turns`.
     """
-    there, values = taken.bool(), returns.float()
-    count = there.sum(dim=1, keepdim=True).clamp(min=1)
-    mean = torch.where(there, values, 0.0).sum(dim=1, keepdim=True) / count
-    centred = torch.where(there, values - mean, 0.0)
+    present, values = taken.bool(), returns.float()
+    count = present.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = torch.where(present, values, 0.0).sum(dim=1, keepdim=True) / count
+    centred = torch.where(present, values - mean, 0.0)
     if normalize_std:
         centred = centred / ((centred.square().sum(dim=1, keepdim=True) / count).sqrt() + epsilon)
-    highest = torch.where(there, values, -torch.inf).amax(dim=1, keepdim=True)
-    lowest = torch.where(there, values, torch.inf).amin(dim=1, keepdim=True)
-    return torch.where(there & (highest > lowest), centred, 0.0)
+    highest = torch.where(present, values, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = torch.where(present, values, torch.inf).amin(dim=1, keepdim=True)
+    return torch.where(present & (highest > lowest), centred, 0.0)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the trainable tokens, as if masked ones were not there.
 
-    A_t = d_t + gamma * gae_lambda * A_next with d_t = r_t + gamma * V_next - V_t: Schulman et al. 2015
+    A_t = d_t + gamma * gae_lambda * A_next with the TD error d_t = r_t + gamma * V_next - V_t: Schulman et al. 2015
     (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token A and V are 0, also of a truncated
     answer. Rewards [B, T] are on trainable tokens. Values [B, T], treated as constant, are at t the value of the state
     in which token t was sampled. Gives the advantages, not whitened, and the returns (advantages + values), which are
@@ -174,16 +174,16 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
     """
     trained = mask.bool()
     values = torch.where(trained, values.detach().float(), 0.0)
-    upcoming = _accumulate(values, torch.where(trained, 0.0, 1.0))  # the value of the first trainable token from t on
-    following = torch.nn.functional.pad(upcoming[:, 1:], (0, 1))
-    surprise = torch.where(trained, rewards.float() + gamma * following - values, 0.0)
-    advantages = _accumulate(surprise, torch.where(trained, gamma * gae_lambda, 1.0))
+    next_values = _accumulate(values, torch.where(trained, 0.0, 1.0))  # of the first trainable token from t on
+    following = torch.nn.functional.pad(next_values[:, 1:], (0, 1))
+    td_errors = torch.where(trained, rewards.float() + gamma * following - values, 0.0)
+    advantages = _accumulate(td_errors, torch.where(trained, gamma * gae_lambda, 1.0))
     advantages = torch.where(trained, advantages, 0.0)
     return advantages, advantages + values
 
 
-def likeness(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The teacher's log-probability of a token minus the policy's: minus the token's estimate of reverse KL.
+def teacher_relative(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The teacher's log-probability of a token minus the policy's: the estimate k1 of its reverse KL with a minus sign.
 
     On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an undiscounted advantage: Lu et al. 2025,
     "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation). Returns [B, T] in nats.
@@ -215,6 +215,6 @@ ADVANTAGES = {
         centred, "rewards minus the group's mean, over the step's deviation", whitened=True, turns=True, sums=True
     ),
     "gae": Advantage(gae, "returns of tokens relative to a critic's values (PPO)", whitened=True),
-    "distill": Advantage(likeness, "no rewards: a teacher's log-probability of a token minus the policy's"),
+    "distill": Advantage(teacher_relative, "no rewards: a teacher's log-probability of a token minus the policy's"),
 }
 """The advantages that a recipe can choose by name."""

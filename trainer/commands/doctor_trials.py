@@ -37,15 +37,15 @@ from trainer.types import MicroBatch, Sample
 
 MIB = 2**20
 KV_CACHE_GIB = 0.25
-PROMPTS, TOKENS = 8, 32
-TEMPERATURES = (1.0, 0.7)
+PROMPTS, TOKENS = 8, 32  # of each shift: prompts, and tokens of an answer
+TEMPERATURES = (1.0, 0.7)  # of the answers after the first sync, and after the second
 SHIFTS = 10
-DRIFT_MIB = 64
+DRIFT_MIB = 64  # growth of memory over the shifts that is not a leak
 # Name, quantile and bound in nats: float32 differs in the last digits, bfloat16 by rounding of single logits.
 GAPS = {"float32": ("largest gap", 1.0, 1e-3), "bfloat16": ("95th percentile of the gap", 0.95, 0.15)}
 
 ReportFn = Callable[[str, str, str, bool, str], None]
-"""(what, found, wanted, fine, remedy) -> None: records a finding."""
+"""(what was tried, the measured fact, the wanted one, True if ok, the remedy if not) -> None: records a finding."""
 
 
 def make_model(folder: Path) -> Path:
@@ -121,14 +121,14 @@ class Trial:
         if self.leader is not None:
             engine, settings = self.leader.engine, SamplingSettings(TOKENS, temperature)
 
-            async def everything() -> list[Generation]:
+            async def answers_to_all() -> list[Generation]:
                 requests = [
                     engine.complete(ids, settings, seed=sample_seed(0, 0, n, 0), policy_version=self.policy.version)
                     for n, ids in enumerate(prompts)
                 ]
                 return await asyncio.gather(*requests)
 
-            answers = [asdict(answer) for answer in self.leader.thread.run(everything(), 120, "sampling")]
+            answers = [asdict(answer) for answer in self.leader.thread.run(answers_to_all(), 120, "sampling")]
         samples = []
         for prompt, answer in zip(prompts, exchange(answers)[0], strict=True):
             ids, start = answer["token_ids"], len(prompt)
@@ -169,19 +169,19 @@ def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
         used.append(trial.bytes())
     drift = (used[-1] - used[2]) / MIB
     remedy = "memory grows from shift to shift: report this with doctor.json"
-    change, fine = f"{drift:+.1f} MiB from the third to the last", drift <= DRIFT_MIB
-    report(f"memory over {SHIFTS} shifts", change, f"within {DRIFT_MIB} MiB", fine, remedy)
+    change, ok = f"{drift:+.1f} MiB from the third to the last", drift <= DRIFT_MIB
+    report(f"memory over {SHIFTS} shifts", change, f"within {DRIFT_MIB} MiB", ok, remedy)
 
 
 def report_sleep(trial: Trial, report: ReportFn) -> None:
     """Reports the memory that a sleeping engine releases: the weights and, if allocated in advance, the KV cache."""
     awake = trial.engine_bytes()
     trial.manager.sleep()
-    back = (awake - trial.engine_bytes()) / MIB
+    released = (awake - trial.engine_bytes()) / MIB
     held = sum(p.numel() for _, p in trial.policy.named_parameters()) * (2 if trial.device.type == "cuda" else 4) / MIB
     wanted = 0.8 * (held + (KV_CACHE_GIB * 1024 if trial.device.type == "cuda" else 0))
     remedy = "vLLM's sleep mode does not free memory here: set engine.sleep to false, if trainer and engine both fit"
-    report("sleep", f"{back:.0f} MiB released", f"at least {wanted:.0f} MiB", back >= wanted, remedy)
+    report("sleep", f"{released:.0f} MiB released", f"at least {wanted:.0f} MiB", released >= wanted, remedy)
 
 
 def report_syncs(trial: Trial, report: ReportFn) -> MicroBatch:
@@ -244,9 +244,9 @@ def main(name: str, device: str, findings: Path) -> int:
         prefix = "" if name == "one engine" else f"{name}: "
         file = resources.enter_context(findings.open("a", encoding="utf-8"))
 
-        def report(what: str, fact: str, wanted: str, fine: bool, remedy: str) -> None:
+        def report(what: str, fact: str, wanted: str, ok: bool, remedy: str) -> None:
             if is_main():
-                finding = Finding(prefix + what, fact, wanted, "ok" if fine else "failed", "" if fine else remedy)
+                finding = Finding(prefix + what, fact, wanted, "ok" if ok else "failed", "" if ok else remedy)
                 file.write(json.dumps(asdict(finding)) + "\n")
                 file.flush()
 

@@ -1,8 +1,8 @@
 """The page report.html: a run, or several side by side, in one file that needs no network.
 
 The page contains Plotly, a script of its own and the run as JSON. Texts of models, tools and data are only in that
-JSON, which contains no `<`, and enter the page as text: no part of them is ever parsed as HTML. Besides, only the two
-scripts that the page's policy names by their digests may run.
+JSON, which contains no `<`, and enter the page as text: no part of them is ever parsed as HTML. The page's content
+security policy names the two scripts by their digests, so that browsers run no others.
 """
 
 import base64
@@ -23,11 +23,11 @@ from trainer.run.records import Rows, series
 from trainer.run.verdict import verdict
 
 LIMIT = 20 * 10**6
-"""The most bytes of the page."""
-_POINTS = 2000  # most points of a curve, over all runs
+"""Largest size of the page in bytes."""
+_POINTS = 2000  # largest number of points of a figure's curves, over all runs
 _ANSWER_BYTES, _TOKEN_BYTES = 8 * 10**6, 5 * 10**6
 _SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)  # factors of these limits, tried in turn until the page is small enough
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}  # ␀, ␁ …
 _UNSEEN = re.compile("[\x80-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters without a picture, characters that turn the direction of text, and halves of surrogate pairs."""
 
@@ -142,9 +142,9 @@ def recipe_lines(recipe: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     lines = []
     for section, keys in recipe.items():
         for key, value in keys.items():
-            usual, name = default.get(section, {}), f"{section}.{key}"
-            text = "" if name in ("model.path", "data.path") or key not in usual else _yaml(usual[key])
-            lines.append((name, _yaml(value), text, key not in usual or value != usual[key]))
+            defaults, name = default.get(section, {}), f"{section}.{key}"
+            text = "" if name in ("model.path", "data.path") or key not in defaults else _yaml(defaults[key])
+            lines.append((name, _yaml(value), text, key not in defaults or value != defaults[key]))
     return lines
 
 

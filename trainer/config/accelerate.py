@@ -1,4 +1,4 @@
-"""Translation of an Accelerate YAML file, as people have it for TRL and others, into the keys of `policy`.
+"""Translates an Accelerate YAML file, such as those written for TRL, into the keys of `policy`.
 
 Keys of Accelerate's launcher (the number of processes, their addresses) are ignored. Every other key is either
 translated or refused with the name of the key that takes its place. Accelerate's own loader and plugins read the file,
@@ -21,7 +21,7 @@ _LAUNCHER = (
     "main_process_port", "main_training_function", "num_machines", "num_processes", "rdzv_backend", "same_network",
     "use_cpu",
 )  # fmt: skip
-_NO_MATTER = {  # keys whose effect Hotbunk has anyway, or that change nothing in the results
+_IGNORED = {  # keys whose effect Hotbunk has anyway, or that do not change results
     "fsdp_config": (
         "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_cpu_ram_efficient_loading", "fsdp_forward_prefetch",
         "fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap",
@@ -30,15 +30,15 @@ _NO_MATTER = {  # keys whose effect Hotbunk has anyway, or that change nothing i
     "deepspeed_config": ("deepspeed_multinode_launcher", "zero3_init_flag", "zero3_save_16bit_model"),
 }  # fmt: skip
 _OFF = ("no", "none", "false", "", "auto", "{}", "[]")  # values by which a key asks for nothing
-_INSTEAD = {
+_COUNTERPARTS = {  # keys that are refused, and what to use instead
     "fsdp_offload_params": "policy.offload moves weights and optimizer state to the host between shifts",
     "offload_param_device": "policy.offload moves weights and optimizer state to the host between shifts",
-    "gradient_accumulation_steps": "batch.updates_per_step and batch.tokens_per_micro_batch decide that",
-    "deepspeed_config_file": "the keys of policy decide what would be in it",
+    "gradient_accumulation_steps": "batch.updates_per_step and batch.tokens_per_micro_batch decide it",
+    "deepspeed_config_file": "the keys of policy replace that file",
     "dynamo_config": "policy.compile is for that",
     "fp8_config": "policy.dtype is float32 or bfloat16",
     "parallelism_config": "policy.shard_size and engine.tensor_parallel_size are for that",
-    "downcast_bf16": "policy.dtype decides that",
+    "downcast_bf16": "policy.dtype decides it",
 }
 _TRANSLATED = (
     "activation_checkpointing", "distributed_type", "fsdp_activation_checkpointing", "fsdp_reshard_after_forward",
@@ -57,25 +57,25 @@ def policy_keys(path: Path) -> dict[str, Any]:
         raise UserError(f"policy.accelerate_config: {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
         raise UserError(f"policy.accelerate_config: {path} is not a mapping of keys such as `accelerate config` writes")
-    begins = f"policy.accelerate_config: {path} has"
+    prefix = f"policy.accelerate_config: {path} has"
     obstacles = [(key, value, _obstacle(key, value)) for key, value in _flat(loaded)]
-    if any(why for _, _, why in obstacles):
-        raise UserError(*(f"{begins} {key}: {quoted(value)}, {why}" for key, value, why in obstacles if why))
+    if any(reason for _, _, reason in obstacles):
+        raise UserError(*(f"{prefix} {key}: {quoted(value)}, {reason}" for key, value, reason in obstacles if reason))
     from accelerate.commands.config.config_args import load_config_from_file
 
     try:
         return _translated(load_config_from_file(str(path)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{begins} a value that cannot be used: {' '.join(str(error).split())}") from error
+        raise UserError(f"{prefix} a value that cannot be used: {' '.join(str(error).split())}") from error
 
 
 def _flat(loaded: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the keys that concern the policy, including those of the section for its kind of sharding."""
     unused = {"FSDP": "deepspeed_config", "DEEPSPEED": "fsdp_config"}.get(str(loaded.get("distributed_type")))
     for key, value in loaded.items():
-        if key in _NO_MATTER and isinstance(value, dict):
+        if key in _IGNORED and isinstance(value, dict):
             if key != unused:
-                yield from ((inner, setting) for inner, setting in value.items() if inner not in _NO_MATTER[key])
+                yield from ((inner, setting) for inner, setting in value.items() if inner not in _IGNORED[key])
         elif key not in _LAUNCHER and not str(key).startswith("tpu_"):
             yield str(key), value
 
@@ -86,7 +86,9 @@ def _obstacle(key: str, value: Any) -> str:
         return ""
     if key == "gradient_accumulation_steps" and value == 1:
         return ""
-    return f"but {_INSTEAD[key]}: leave it out" if key in _INSTEAD else "which has no counterpart here: leave it out"
+    if key in _COUNTERPARTS:
+        return f"but {_COUNTERPARTS[key]}: leave it out"
+    return "which has no counterpart here: leave it out"
 
 
 def _translated(config: "ClusterConfig") -> dict[str, Any]:

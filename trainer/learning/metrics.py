@@ -30,10 +30,10 @@ GAP_ANSWERS = 32
 
 
 def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
-    """The number of all ranks' values [N], and a collective function that returns one of them by its rank in order.
+    """Counts the values [N] of all ranks, and makes a collective function that returns the n-th smallest, n from 0.
 
-    The function takes a position from 0 and returns the value at that position of all sorted values (NaN last). It is
-    exact: it sums histograms of the values' bits over ranks, from the highest bits to the lowest.
+    NaN counts as larger than all numbers. The function is exact: it sums histograms of the values' bits over ranks,
+    from the highest bits to the lowest.
     """
     bits = values.double().cpu().view(torch.int64)
     ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)  # integers in the order of the numbers
@@ -61,11 +61,12 @@ _DIGITS = ((53, 11), (42, 11), (31, 11), (20, 11), (9, 11), (0, 9))
 
 
 def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Metrics:
-    """Metrics of the gap between trainer and engine on the step's trainable tokens, over all ranks. Collective.
+    """Metrics of the gap between the log-probabilities of trainer and engine on a step's trainable tokens. Collective.
 
     `gaps` are `PolicyLoss.gaps`. gap/mean, gap/p95 (nearest rank) and gap/max are of absolute differences in nats.
-    gap/outside_clip is the share of tokens outside the clip band before any training: the loss's band if it is about
-    single tokens, else the usual one. Empty without tokens, since a gap that was not measured is not 0.
+    gap/outside_clip is the share of tokens whose ratio is outside the clip band before any training: the loss's band if
+    its ratios are of single tokens, else 0.8 to 1.28. Empty without tokens, since a gap that was not measured is not
+    0.
     """
     pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
     by_token = config.loss_record.band and not LEVELS[config.ratio_level].by_answer
@@ -115,12 +116,12 @@ def gap_without_update(
     if not chosen:
         return {}
     ways, sizes = config.policy.sequence_parallel, policy.work.of
-    worth, more = sizes.tokens_worth, sizes.image_token
+    worth, image_token = sizes.tokens_worth, sizes.image_token
     shares = deal([t.length for t in chosen], worth, ways)
     routes = engine_routes(config, policy)
     [samples] = exchange_samples([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
     budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches(samples, budget, pad_id, policy.device, None, packing, ways, worth, more)
+    batches = micro_batches(samples, budget, pad_id, policy.device, None, packing, ways, worth, image_token)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)

@@ -89,7 +89,9 @@ class Pool:
 
         Args:
             prompts: equal on all ranks.
-            voting: extract each answer's vote, for a majority vote.
+            settings: how to sample.
+            terms: time limit, and when to abandon the round.
+            voting: True extracts each answer's vote, for a majority vote.
 
         Raises:
             RemoteError: on all ranks, if an engine failed on one.
@@ -115,12 +117,12 @@ class Pool:
         self.finished = 0
 
     def check(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> None:
-        """Raises RolloutError or RewardError if too much failed in a round; else as `note_answers`. Collective."""
+        """Calls `note_answers`, and raises RewardError if too many reward calls failed in a round. Collective."""
         note_answers(answers, prompts, self._max_error_rate, lengths)
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
 
     def take_back(self) -> None:
-        """Resets the counts of failed reward calls, after an attempt at a step. Collective."""
+        """Forgets an attempt at a step: resets the counts of failed reward calls. Collective."""
         self._rewards.take_counts()
 
     def on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
@@ -216,9 +218,13 @@ class Pool:
             trajectory.vote = await self._rewards.extract(completion)
         if not self._rewards.labels:
             return
-        asked, reason = self.tokenizer.decode([*prompt.token_ids], skip_special_tokens=False), trajectory.finish_reason
+        question = self.tokenizer.decode([*prompt.token_ids], skip_special_tokens=False)
         result = await self._rewards.score(
-            prompt=asked, completion=completion, row=prompt.row, finish_reason=reason, trajectory=trajectory
+            prompt=question,
+            completion=completion,
+            row=prompt.row,
+            finish_reason=trajectory.finish_reason,
+            trajectory=trajectory,
         )
         trajectory.reward_parts |= result.parts
         trajectory.metrics["time/reward"] = time.perf_counter() - start

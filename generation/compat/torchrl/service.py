@@ -38,8 +38,8 @@ class AsyncVLLM(WeightUpdates):
     """A service of engines of one model. It is a context manager, and may be used from several threads.
 
     `weight_version` is the version of the weights that answer now, 0 for the checkpoint's; each output carries the
-    version it was sampled with. If TorchRL was imported before, its `vLLMWrapper` and `vLLMUpdaterV2` accept a service
-    as an engine: the former looks for a class `AsyncVLLM` of a TorchRL module, the latter for an `RLvLLMEngine`.
+    version it was sampled with. TorchRL's `vLLMWrapper` looks for a class `AsyncVLLM` of a TorchRL module, and its
+    `vLLMUpdaterV2` for an `RLvLLMEngine`; if TorchRL was imported before, a service is both.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -59,7 +59,7 @@ class AsyncVLLM(WeightUpdates):
         backend: Literal["local", "ray"] | None = None,
         carriers: Any = None,
     ) -> None:
-        """Make a service, which `start` starts.
+        """Makes a service, which `start` starts.
 
         Args:
             engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; they are not changed.
@@ -90,7 +90,7 @@ class AsyncVLLM(WeightUpdates):
         self._random = random.Random(settings.seed)
         self._thread: EngineThread | None = None
         self._owner = True
-        self._leave_cluster: Callable[[], object] = bool  # leaves a cluster that the service has joined
+        self._leave_cluster: Callable[[], object] = bool  # does nothing; else leaves the cluster joined by `start`
         self._load_balancer: LoadBalancer | None = None
         self._balancing: tuple[Any, dict[str, Any]] | None = None  # arguments of `create_load_balancer`
         self._lock = threading.Lock()  # makes choosing an engine and counting its request one step
@@ -120,7 +120,7 @@ class AsyncVLLM(WeightUpdates):
         return make_async_vllm_engine(model_name=model_name, enable_fp32_output=enable_fp32_output, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a copy that generates in another process of the cluster; this service remains the engines' owner."""
+        """Pickles a copy that generates in another process of the cluster; this service remains the engines' owner."""
         if self.backend == "local":
             raise TypeError("engines in local processes cannot be used from other processes: set backend to ray")
         self._require_launched("pickling")
@@ -154,7 +154,7 @@ class AsyncVLLM(WeightUpdates):
         return self._thread is not None
 
     def start(self) -> None:
-        """Start all engines and wait until each has generated a token. Does nothing if they are running.
+        """Starts all engines and waits until each has generated a token. Does nothing if they are running.
 
         Raises TimeoutError, which names the environment variable that allows more time.
         """
@@ -196,7 +196,7 @@ class AsyncVLLM(WeightUpdates):
         self.weight_version = 0
 
     def shutdown(self, drain_seconds: float = CLOSE_SECONDS) -> None:
-        """Stop all engines, and cancel requests in flight after `drain_seconds`. Safe to call twice and in any state.
+        """Stops all engines, and cancels requests in flight after `drain_seconds`. Safe to call twice and in any state.
 
         The service can be started again. A copy does not stop the engines, but can no longer use them.
         """
@@ -250,10 +250,10 @@ class AsyncVLLM(WeightUpdates):
             PromptTimeouts: all failed prompts timed out; a TimeoutError with the same `exceptions` and `outputs`.
         """
         for name, value in removed.items():
-            if name not in _GONE:
+            if name not in _REMOVED:
                 raise TypeError(f"generate has no argument {name!r}")
             if value is not None:
-                raise ValueError(f"{name}: {_GONE[name]}")
+                raise ValueError(f"{name}: {_REMOVED[name]}")
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
         listed, single = arguments.prompt_dictionaries(prompts, prompt_token_ids)
@@ -270,7 +270,7 @@ class AsyncVLLM(WeightUpdates):
     def submit(
         self, prompt: Any, sampling_params: "SamplingParams | None" = None, timeout_seconds: float | None = None
     ) -> "Future[RequestOutput]":
-        """Start to answer one prompt in any form. Cancelling the future drops the request in the engine."""
+        """Starts to answer one prompt in any form. Cancelling the future drops the request in the engine."""
         listed, single = arguments.prompt_dictionaries(prompt)
         if not single:
             raise ValueError("submit takes one prompt, not a list of them")
@@ -379,7 +379,7 @@ class AsyncVLLM(WeightUpdates):
         calls = [getattr(replica, way)("call_workers", method, *args, **named) for replica in self.actors]
 
         def note(future: Future[Any]) -> None:
-            """Set the service's version when a call has brought the last weight of an update."""
+            """Sets the service's version when a call has brought the last weight of an update."""
             outcome = {} if future.cancelled() or future.exception() else future.result()[0]
             self.weight_version = max(self.weight_version, 0 if outcome.get("error") else outcome.get("version", 0))
 
@@ -399,7 +399,7 @@ class AsyncVLLM(WeightUpdates):
         return index
 
 
-_GONE = {
+_REMOVED = {
     "prompt_adapter_request": "vLLM has no prompt adapters any more; leave it out",
     "guided_options_request": "set SamplingParams(structured_outputs=...) instead",
 }

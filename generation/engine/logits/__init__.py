@@ -1,10 +1,10 @@
-"""Custom logits processors, named in the recipe (`engine.logits_processors`), for the installed vLLM.
+"""Custom logits processors, which the recipe names (`engine.logits_processors`), in the form that vLLM takes.
 
-vLLM takes no processor objects with a request any more: classes are named when the engine starts, for all requests
+vLLM no longer takes processors with a request. Their classes are named when the engine starts, for all requests
 (https://github.com/vllm-project/vllm/issues/17799). It has two interfaces, one for each of its model runners
 (https://github.com/vllm-project/vllm/pull/56497): the LogitsProcessor of `vllm.v1.sample.logits_processor`
 and that of `vllm.v1.worker.gpu.sample.logits_processor`. A recipe names either a class written for the interface of the
-model runner that this engine uses, or a *factory*, which suits both:
+model runner that this engine uses, or a *factory*, a function that works with both:
 
     def no_digits(params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None
 
@@ -80,7 +80,7 @@ def processor_of(factories: Mapping[str, Any], params: Any) -> Callable[[list[in
     It applies, in order, the processors of all factories, or of those that the request names.
     """
     named = (params.extra_args or {}).get(REQUESTED, factories)
-    chain = [made for spec, factory in factories.items() if spec in named and (made := factory(params)) is not None]
+    chain = [p for spec, factory in factories.items() if spec in named and (p := factory(params)) is not None]
 
     def apply(output_ids: list[int], logits: Any) -> Any:
         for processor in chain:
@@ -114,20 +114,20 @@ def _spec_of(entry: str | Mapping[str, Any]) -> str:
         return entry
     if set(entry) != {"qualname"}:
         raise ValueError(f"{dict(entry)} must hold qualname alone: arguments come with requests, in extra_args")
-    home, _, name = str(entry["qualname"]).replace(":", ".").rpartition(".")
-    return f"{home}:{name}"
+    module, _, name = str(entry["qualname"]).replace(":", ".").rpartition(".")
+    return f"{module}:{name}"
 
 
 def _is_class_for(spec: str, v2: bool) -> bool:
     """Return True for a class derived from vLLM's, False for a factory. Raises ValueError where `spec` is neither."""
     value = load(spec)
-    kinds = {True: _interface(_V2_INTERFACE), False: _interface("vllm.v1.sample.logits_processor")}
-    for kind, base in kinds.items():
+    bases = {True: _interface(_V2_INTERFACE), False: _interface("vllm.v1.sample.logits_processor")}  # by `v2`
+    for for_v2, base in bases.items():
         if base is not None and isinstance(value, type) and issubclass(value, base):
-            if kind is v2:
+            if for_v2 is v2:
                 return True
-            remedy = f"derive it from {kinds[v2].__module__}.LogitsProcessor, or name a factory, which suits both"
-            other = f"is written for vLLM's model runner V{1 + kind}, but this engine runs V{1 + v2}"
+            remedy = f"derive it from {bases[v2].__module__}.LogitsProcessor, or name a factory, which works with both"
+            other = f"is written for vLLM's model runner V{1 + for_v2}, but this engine runs V{1 + v2}"
             raise ValueError(f"{spec!r} {other}: {remedy}")
     if not callable(value):
         raise ValueError(f"{spec!r} is neither a class of processors nor a function that makes one")

@@ -35,7 +35,7 @@ def test_versions_that_do_not_cover_the_tokens_are_refused_with_the_place(
 
 @pytest.mark.parametrize("name", ["response_ids", "loss_mask", "logprobs"])
 def test_one_entry_too_few_is_refused_with_the_place(name: str) -> None:
-    with pytest.raises(ValueError, match="prompt 4 sample 1: .* must be equally many"):
+    with pytest.raises(ValueError, match="prompt 4 sample 1: .* must be equal in number"):
         trajectory(**{name: [1, 1]})
 
 

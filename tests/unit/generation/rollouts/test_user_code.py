@@ -124,7 +124,7 @@ def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
 
     trajectories = episodes_of(cancels_another)
     assert [(t.prompt_index, bool(t.error)) for t in trajectories] == [(i, i == 3) for i in range(8)]
-    assert "cancelled by somebody else" in trajectories[3].error
+    assert "cancelled by other code" in trajectories[3].error
 
 
 def _waits_in_episode(task: "asyncio.Task[Any]", number: int) -> bool:

@@ -102,7 +102,7 @@ def test_reasons_are_told_once_those_of_silent_ranks_first(tmp_path: Path) -> No
     assert launcher._reasons(words, failures) == [
         "  rank 2: was ended by SIGKILL",
         "  rank 6: was ended by SIGSEGV",
-        "  rank 7: ended with exit code 7, without a word",
+        "  rank 7: ended with exit code 7, without a message",
         "  rank 5: RuntimeError: out of luck",
         "  ranks 0, 1 and 3: lost contact",
         "  rank 4: is a word of the sentence",
