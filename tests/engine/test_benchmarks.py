@@ -1,4 +1,4 @@
-"""The benchmarks of the weight path run with one command, measure what they name, and end in a table."""
+"""Each benchmark runs with one command, measures everything that it names, and prints a table."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_experts_are_compared_with_a_loop_under_even_and_uneven_routes(tmp_path:
 
 
 def test_lockstep_does_the_same_work_either_way(tmp_path: Path) -> None:
-    """The script itself checks that both variants have sampled equally many tokens."""
+    """The script itself checks that both variants have sampled the same number of tokens."""
     small = ("--trajectories", "8", "--calls", "2", "--seconds", "0.05", "--rounds", "2")
     figures, printed = run("lockstep.py", tmp_path, *small)
     assert len(figures["rounds"]) == 2 and "lock-step" in printed

@@ -16,8 +16,8 @@ from tests.conftest import ROOT
 from tests.support.forked import PYTHON
 
 
-def tell(path: str) -> None:
-    """Writes the state of this process, which is started as engine cores are."""
+def write_state(path: str) -> None:
+    """Writes the state of this process, which is started in the same way as engine cores."""
     import torch
     from torch._dynamo import config
 
@@ -32,23 +32,23 @@ def tell(path: str) -> None:
 def test_a_forked_core_has_all_modules_and_follows_its_own_environment(
     threads: str, disabled: str, warnings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core follows even variables that a library had already read when the server imported it."""
+    """This includes variables that a library had already read when the server imported it."""
     from vllm.v1.engine import utils
 
     changed = {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": disabled, "PYTHONWARNINGS": warnings}
     for name, value in (changed | {"HOTBUNK_TEST": threads}).items():
         monkeypatch.setenv(name, value)
-    process = utils.get_mp_context().Process(target=tell, kwargs={"path": str(tmp_path / "told")}, daemon=True)
+    process = utils.get_mp_context().Process(target=write_state, kwargs={"path": str(tmp_path / "state")}, daemon=True)
     process.start()
     process.join(60)
-    parent, imported, name, *settings = json.loads((tmp_path / "told").read_text())
+    parent, imported, name, *settings = json.loads((tmp_path / "state").read_text())
     assert parent == forkserver._server._forkserver_pid and parent != os.getpid()
     assert imported == list(forkserver.MODULES) and name == threads
     assert settings == [int(threads), disabled == "1", int(warnings != "ignore")]
     assert process.exitcode == 0
 
 
-def tell_kernels(path: str) -> None:
+def write_kernels(path: str) -> None:
     """Writes which of vLLM's Triton kernels are replaced, and whether a worker would search for replacements again."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
@@ -65,10 +65,12 @@ def tell_kernels(path: str) -> None:
 def test_a_forked_core_has_the_kernels_that_a_worker_would_replace(tmp_path: Path) -> None:
     from vllm.v1.engine import utils
 
-    process = utils.get_mp_context().Process(target=tell_kernels, kwargs={"path": str(tmp_path / "told")}, daemon=True)
+    process = utils.get_mp_context().Process(
+        target=write_kernels, kwargs={"path": str(tmp_path / "state")}, daemon=True
+    )
     process.start()
     process.join(60)
-    kernels, looked = json.loads((tmp_path / "told").read_text())
+    kernels, looked = json.loads((tmp_path / "state").read_text())
     assert len(kernels) > 5 and set(kernels.values()) == {"KernelOverride"}
     assert not looked
 
@@ -99,7 +101,7 @@ sys.exit(core.exitcode)
 
 
 def replace_handler() -> None:
-    """Does the first thing that a core does (vllm/v1/engine/core.py, run_engine_core)."""
+    """Replaces a signal handler, as a core does first of all (vllm/v1/engine/core.py, run_engine_core)."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -116,8 +118,8 @@ def test_cores_are_spawned_if_the_server_was_killed(tmp_path: Path, monkeypatch:
     gone.wait()
     monkeypatch.setattr(forkserver._server, "_forkserver_pid", gone.pid)
     monkeypatch.setenv("HOTBUNK_TEST", "spawned")
-    process = utils.get_mp_context().Process(target=tell, kwargs={"path": str(tmp_path / "told")}, daemon=True)
+    process = utils.get_mp_context().Process(target=write_state, kwargs={"path": str(tmp_path / "state")}, daemon=True)
     process.start()
     process.join(120)
-    parent, imported, name, *_ = json.loads((tmp_path / "told").read_text())
+    parent, imported, name, *_ = json.loads((tmp_path / "state").read_text())
     assert (parent, imported, name) == (os.getpid(), [], "spawned")

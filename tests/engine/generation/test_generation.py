@@ -80,19 +80,19 @@ def run(
 def test_on_a_terminal_an_answer_is_printed_as_it_is_generated(
     leader: Leader, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pieces are those of the answer printed at once elsewhere; a character waits until its bytes are complete."""
-    asked, sampling = PROMPTS[0], SamplingSettings(max_tokens=40, temperature=0.0)
+    """The pieces add up to the answer that a pipe gets at once; a character is printed when all its bytes are there."""
+    prompt, sampling = PROMPTS[0], SamplingSettings(max_tokens=40, temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     monkeypatch.setattr(generate, "on_checkpoint", lambda command, settings, job: job(leader))
     pieces: dict[bool, list[str]] = {True: [], False: []}
     for terminal, printed in pieces.items():
         chat = generate.ChatSession(tokenizer)
-        chat.ids = asked
+        chat.ids = prompt
         monkeypatch.setattr(
             sys, "stdout", SimpleNamespace(isatty=lambda t=terminal: t, write=printed.append, flush=int)
         )
         generate.converse(leader.engine.settings, chat, sampling)
-        assert len(chat.ids) == len(asked) + 40
+        assert len(chat.ids) == len(prompt) + 40
     assert "".join(pieces[True]) == "".join(pieces[False]) and len(pieces[False]) == 2  # the text, and the line's end
     assert not any(piece.endswith("\ufffd") for piece in pieces[True][:-2])  # the last character may be cut off
     assert len(list(filter(None, pieces[True]))) > 10
@@ -115,7 +115,7 @@ def test_logprobs_are_the_trainers_despite_the_models_own_settings(leader: Leade
     assert len(distinct) == len(trajectories)  # with top_k 1 or temperature 0.1, samples would repeat
 
 
-def test_seeds_decide_whatever_else_runs_and_in_whatever_order(leader: Leader) -> None:
+def test_an_answer_depends_on_its_seed_and_not_on_other_requests_or_their_order(leader: Leader) -> None:
     forwards = run(leader, group=4)
     backwards = run(leader, group=4, order=[2, 1, 0])
     alone = run(leader, group=1, order=[1])
@@ -203,6 +203,6 @@ def test_starting_an_engine_does_not_change_the_callers_environment(leader: Lead
 
 
 def test_more_prompt_tokens_than_a_step_holds_do_not_kill_the_engine(leader: Leader) -> None:
-    """vLLM would split a prompt, and then need from its seeded CPU generator what that does not have."""
+    """vLLM would split the prompt, and then set an offset of its generator, which a CPU generator does not have."""
     prompts = [[14 + i % 200] * 60 for i in range(64)]
     assert not any(t.error for t in run(leader, group=2, prompts=prompts))

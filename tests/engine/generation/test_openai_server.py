@@ -80,20 +80,20 @@ def leader(tiny_qwen2: Path) -> Iterator[Leader]:
 
 @pytest.fixture(scope="module")
 def server(leader: Leader) -> Iterator[OpenAIServer]:
-    """A server as the trainer starts it, which samples as the policy is trained, but open to all."""
+    """A server with the trainer's sampling settings, which needs no key."""
     yield from serving(leader, sampling=SAMPLING, eos_token_ids=(2,), header_keys=True)
 
 
 @pytest.fixture(scope="module")
 def strict(leader: Leader) -> Iterator[OpenAIServer]:
-    """A server with little room and short time-outs."""
+    """A server with a key, low limits and short time-outs."""
     limits = {"max_conversations": 3, "max_body_bytes": 8192, "body_timeout_s": 1.5}
     yield from serving(leader, api_key="secret", header_keys=True, **limits)
 
 
 @pytest.fixture(scope="module")
 def free(leader: Leader) -> Iterator[OpenAIServer]:
-    """A server as `hotbunk serve` starts it, with a key; templates decide about ids."""
+    """A server as `hotbunk serve` starts it, with a key; it keeps no exact ids, so chat templates render all turns."""
     yield from serving(leader, api_key="secret", keep_exact_ids=False)
 
 
@@ -709,7 +709,7 @@ def statuses(base_url: str, headers: list[dict[str, str]], path: str = "/complet
 
 
 def test_in_training_only_keys_of_open_trajectories_are_answered(leader: Leader, tiny_qwen2: Path) -> None:
-    """Strangers' requests during an episode are refused, are not counted, and do no harm."""
+    """Requests without such a key during an episode are refused and not counted, and do not change the episode."""
     by_kind: dict[str, list[int]] = {}
     bearers = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "Basic wrong"}]
 
@@ -737,7 +737,7 @@ def test_a_client_that_loses_its_key_fails_its_episode(leader: Leader, tiny_qwen
 
 
 def test_no_request_takes_the_room_of_other_trajectories(strict: OpenAIServer, leader: Leader) -> None:
-    """Three trajectories fit: bad requests open none, good ones at most three, and the program's have extra room."""
+    """Bad requests open no trajectory. Good ones open three, which is the limit; the program may open three more."""
     bearer = {"authorization": "Bearer secret"}
     bodies = [b"", b"{", b"[]", b"{}", b'{"prompt": 7}', b'{"model": "policy", "prompt": "x", "n": 0}']
     bodies += [b'{"model": "policy", "prompt": "x", "logprobs": 1000000}']  # only the engine refuses it
@@ -923,7 +923,7 @@ def test_connections_beyond_the_limit_are_told_to_try_again_later(
 def test_hostile_requests_are_answered_with_one_sentence(
     server: OpenAIServer, free: OpenAIServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """HOTBUNK_HOSTILE_REQUESTS of them (150 by default) are drawn, always the same; half keep to the schema."""
+    """HOTBUNK_HOSTILE_REQUESTS of them (150 by default) are drawn from a fixed seed; half of them fit the schema."""
     count = int(os.environ.get("HOTBUNK_HOSTILE_REQUESTS", "150"))
     before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
     schema = httpx.get(f"{root(server)}/openapi.json").json()

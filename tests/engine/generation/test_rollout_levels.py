@@ -162,8 +162,10 @@ def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokeni
         assert list(leader.thread.run(request, 60, "vLLM").outputs[0].token_ids) == done.response_ids
 
 
-def test_inline_calls_get_their_results_of_906_and_305(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The engine stops at a call, the tool answers, and the answer continues; the result is context."""
+def test_the_result_of_an_inline_call_follows_it_in_the_answer(
+    leader: Leader, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The engine stops at a call, the tool runs, and the answer continues. The result is not trained on."""
     inline = inline_rollout(agent(tokenizer, multiply, add))
     results = run(leader, tokenizer, inline, tokenizer(list(POC))["input_ids"])
     for done, (call, result, after) in zip(results, POC.values(), strict=True):

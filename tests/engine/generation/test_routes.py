@@ -96,7 +96,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [20, 120])
-def test_rows_are_those_of_a_prefill_whether_cached_preempted_or_not(leader: Leader, length: int) -> None:
+def test_routes_are_those_of_a_prefill_even_of_cached_or_preempted_tokens(leader: Leader, length: int) -> None:
     """There are 16 answers to four prompts, and a second round, whose prompts are in the cache."""
     prompts = [random_prompt(length, seed // 4) for seed in range(16)]
     forget(leader)
@@ -112,7 +112,7 @@ def test_rows_are_those_of_a_prefill_whether_cached_preempted_or_not(leader: Lea
     assert len({answer.routes.tobytes() for answer in first if answer.routes is not None}) == 16
 
 
-def test_tokens_that_were_not_sampled_have_rows_as_well(leader: Leader) -> None:
+def test_tokens_that_were_not_sampled_have_routes_as_well(leader: Leader) -> None:
     """Two turns have a tool's result between them; one trajectory is assembled by the user's function."""
     tool_ids = random_prompt(5, 3)
 
@@ -148,8 +148,8 @@ def test_tokens_that_were_not_sampled_have_rows_as_well(leader: Leader) -> None:
         assert np.array_equal(trajectory.routes, prefilled(leader, ids[: -len(tool_ids)]))
 
 
-def test_an_answer_in_slices_has_the_rows_of_an_uncut_one(leader: Leader) -> None:
-    """The rows come from the last slice, whose prompt is everything before it."""
+def test_an_answer_in_slices_has_the_routes_of_an_uncut_one(leader: Leader) -> None:
+    """The routes come from the last slice, whose prompt is everything before it."""
 
     async def answer(turnstile: Turnstile | None) -> Generation:
         sampling, place = SamplingSettings(max_tokens=40), {"seed": 5, "policy_version": 0}

@@ -177,8 +177,8 @@ def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> 
         assert done == engine.thread.run(answer(engine, prompt, sampling)(None), 60, "an answer")  # type: ignore
 
 
-def test_answers_without_a_turnstile_ignore_the_gate(leaders: dict[str, Leader]) -> None:
-    """An evaluation runs while others are parked and the gate is closed."""
+def test_an_evaluation_samples_while_answers_of_the_training_are_parked(leaders: dict[str, Leader]) -> None:
+    """Its answers have no turnstile, so the closed gate does not hold them, and the parked answers do not change."""
     leader = leaders["float32"]
     expected = uncut(leader)
     with Episodes(leader, 7, answers(leader)) as episodes:
@@ -238,8 +238,8 @@ STOPPING = SamplingSettings(60, stop_token_ids=list(range(2, 200, 8)))
 """Settings for answers of about eight tokens, ended at random."""
 
 
-class Kit:
-    """Rollouts of four turns at every level, independent of the policy's words, which count their tool calls."""
+class FourTurns:
+    """Rollouts of four turns at each level, whatever the policy says. `calls` counts the calls of their tools."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.calls, self.seen = 0, list[Any]()
@@ -322,13 +322,13 @@ def test_a_tool_that_hangs_ends_by_its_time_out_between_slices(leaders: dict[str
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4, 6])
-def test_rollouts_in_slices_are_the_same_and_call_tools_as_often(
+def test_rollouts_in_slices_equal_uncut_ones_and_make_as_many_calls(
     leaders: dict[str, Leader], tiny_qwen2: Path, level: int
 ) -> None:
     leader, tokenizer = leaders["float32"], AutoTokenizer.from_pretrained(tiny_qwen2)
     settings = RolloutSettings(2, STOPPING, policy_version=0, seed=1, step=2)
 
-    def episode(kit: Kit, place: int) -> Episode[list[Trajectory]]:
+    def episode(kit: FourTurns, place: int) -> Episode[list[Trajectory]]:
         async def run(turnstile: Turnstile | None) -> list[Trajectory]:
             ids, messages = [5, 6 + place], [{"role": "user", "content": "?"}]
             llm = PolicyLLM(leader.engine, tokenizer, settings, place, 1, ids, messages, turnstile=turnstile)
@@ -339,10 +339,10 @@ def test_rollouts_in_slices_are_the_same_and_call_tools_as_often(
 
         return run
 
-    async def one_by_one(kit: Kit) -> list[list[Trajectory]]:
+    async def one_by_one(kit: FourTurns) -> list[list[Trajectory]]:
         return [await episode(kit, place)(None) for place in range(3)]  # type: ignore[arg-type]
 
-    plain, cut = Kit(tokenizer), Kit(tokenizer)
+    plain, cut = FourTurns(tokenizer), FourTurns(tokenizer)
     expected = leader.thread.run(one_by_one(plain), 120, "episodes")
     with Episodes(leader, 5, [episode(cut, place) for place in range(3)]) as episodes:
         assert episodes.results() == expected

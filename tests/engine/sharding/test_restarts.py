@@ -30,7 +30,7 @@ SAMPLING = SamplingSettings(max_tokens=24)
 
 
 def answer(both: Colocated) -> Generation:
-    """Makes a whole shift, and samples an answer in it."""
+    """Runs a complete generation shift, and samples an answer in it."""
     with both.manager.generation_shift(both.policy):
         assert both.manager.report.verified == "full"
         return both.complete(PROMPT, SAMPLING)
@@ -115,7 +115,7 @@ def test_an_engine_killed_at_any_time_answers_as_before_once_restarted(
 
 
 class Desks:
-    """Environments whose tool returns once all trajectories are in it.
+    """Environments whose tool returns when all `count` trajectories have called it.
 
     If `kill` is set, it is called at that moment, and the tool then returns in every second environment only.
     """
@@ -133,7 +133,7 @@ class Desks:
                 self.number = desks.opened
 
             async def look(self) -> str:
-                """At the desk."""
+                """Looks at the desk."""
                 desks.inside += 1
                 if desks.inside == desks.count:
                     if desks.kill:
@@ -150,7 +150,7 @@ class Desks:
         self.environment = Desk
 
     def rolled_out(self, pool: Pool, prompts: list[Prompt], settings: RolloutSettings) -> dict[Any, Any]:
-        """Runs a rollout; what each trajectory sampled, by prompt and sample."""
+        """Runs a rollout; returns what each trajectory sampled, by prompt and sample."""
         self.inside, self.opened, self.closed, self.all_in = 0, 0, 0, asyncio.Event()
         answers = pool.run(prompts, settings, Terms(60))
         assert len(answers) == self.opened == self.closed == self.count

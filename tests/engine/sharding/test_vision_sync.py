@@ -26,7 +26,7 @@ from trainer.types import Sample
 
 
 class MultimodalPolicy(HfPolicy):
-    """The module that is trained, of a multimodal model."""
+    """The trained module of a multimodal model."""
 
     def __init__(self, folder: Path) -> None:
         self.device, self.version = torch.device("cpu"), 0

@@ -106,7 +106,7 @@ def test_eval_of_any_model_takes_all_of_a_recipe_except_its_model(tiny_qwen2: Pa
         (["MODEL", "recipe.yaml", "--engine.tensor_parallel_size", "7"], "num_attention_heads of the model"),
     ],
 )
-def test_eval_bad_input_ends_in_one_sentence(
+def test_a_mistake_in_a_call_of_eval_is_reported_in_one_sentence(
     words: list[str], expected: str, tiny_qwen2: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "unfinished").mkdir()

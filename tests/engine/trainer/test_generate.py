@@ -102,7 +102,7 @@ def test_the_default_length_of_answers_is_that_of_the_run(tmp_path: Path) -> Non
         ("plain", ["--max-tokens", "0"], "--max-tokens must be at least 1"),
     ],
 )
-def test_bad_input_ends_in_one_sentence(
+def test_a_mistake_in_a_call_of_generate_is_reported_in_one_sentence(
     model: str, words: list[str], expected: str, tiny_qwen2: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

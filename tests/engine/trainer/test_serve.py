@@ -99,7 +99,7 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
         (["MODEL", "--host", "", "--api-key", ""], "lets other machines connect"),
     ],
 )
-def test_serve_bad_input_ends_in_one_sentence(
+def test_a_mistake_in_a_call_of_serve_is_reported_in_one_sentence(
     words: list[str], expected: str, tiny_qwen2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *(str(tiny_qwen2) if word == "MODEL" else word for word in words)]) == 2

@@ -172,7 +172,7 @@ def test_the_threads_samplers_run_as_they_are(leader: Leader, tokenizer: Any, mo
 
 
 class vLLMRollout:
-    """verl's lines that the thread quotes, in an object with their names."""
+    """The lines of verl that the thread quotes, as methods of a class with the attributes that they use."""
 
     def __init__(self, inference_engine):
         self.inference_engine = inference_engine
