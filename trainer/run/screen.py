@@ -126,7 +126,7 @@ class Progress:
         else:
             left = ""
             if self._rows > 1 and step < self._total:  # at the pace since the first row
-                left = duration((self._times[-1] - self._times[0]) / (self._rows - 1) * (self._total - step))
+                left = remaining((self._times[-1] - self._times[0]) / (self._rows - 1) * (self._total - step))
             row.append(f"{left:>11}", "dim")
         self._print(row)
 
@@ -217,6 +217,13 @@ def duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60} min {total % 60:02} s"
     return f"{total // 3600} h {total % 3600 // 60:02} min"
+
+
+def remaining(seconds: float) -> str:
+    """Formats an estimate of a duration in at most 10 characters: 9 min 05 s, 21 min, 2 h 07 min or 31 h."""
+    if 600 <= round(seconds) < 3600:
+        return f"{round(seconds) // 60} min"
+    return duration(seconds) if seconds < 36000 else f"{seconds / 3600:.0f} h"
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from trainer.run import meters, screen
 from trainer.run.meters import MemoryMeter
 from trainer.run.plots import compare, plot_curves
-from trainer.run.screen import WIDTH, Progress, Report, duration, sparkline
+from trainer.run.screen import WIDTH, Progress, Report, duration, remaining, sparkline
 
 FULL = {
     "reward/mean": 0.4375,
@@ -148,6 +148,9 @@ def test_durations_and_sparklines_are_readable() -> None:
     assert [duration(value) for value in (0.4, 59.4, 59.6, 3599, 7620)] == [
         *("0 s", "59 s", "1 min 00 s", "59 min 59 s", "2 h 07 min")
     ]
+    left = [remaining(value) for value in (59.6, 599, 600, 1263, 3599.6, 7620, 36000, 111600)]
+    assert left == [*("1 min 00 s", "9 min 59 s", "10 min", "21 min", "1 h 00 min", "2 h 07 min", "10 h", "31 h")]
+    assert all(len(remaining(1.01**power)) <= 10 for power in range(1300))  # beside a column of 11 characters
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([2.0, math.nan, 2.0], 5) == "▁▁" and sparkline([], 5) == ""
