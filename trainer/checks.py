@@ -9,13 +9,14 @@ from generation.importing import load
 from trainer.config.placement import training_ranks
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
+from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.estimates.memory import GIB, over_budget
 from trainer.estimates.model_sizes import model_sizes
 from trainer.model_structure import freeze
 from trainer.policy.attention import require_packing, require_sharing
 from trainer.policy.hf_format import build_meta_model
-from trainer.policy.lora import add_adapters
+from trainer.policy.lora import add_adapters, left_out
 from trainer.policy.routing import asked_routers
 
 
@@ -45,6 +46,8 @@ def check_model(config: TrainConfig) -> None:
         with torch.random.fork_rng(devices=[]):
             model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
             if config.lora.rank:
+                for line in left_out(model, config.lora):
+                    say(line)
                 add_adapters(model, config.lora, dtype, "meta")
             freeze(model, config.policy.freeze)
             asked_routers(model, config.model.routes)

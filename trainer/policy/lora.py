@@ -44,15 +44,15 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
-    head = model.get_output_embeddings()
+    unfit = _unfit_names(model, lora)
     if lora.target_modules == "all-linear":
         # PEFT's "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and not
         # layers.
-        outside = {head, *(module for part in vision_modules(model).values() for module in part.modules())}
-        inside = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside)
-        targets = sorted({name.rpartition(".")[2] for name in inside})
+        targets = sorted(_linear_names(model) - unfit.keys())
     else:
         targets = list(lora.target_modules)
+        if wrong := next((name for name in targets if name in unfit), None):
+            raise UserError(f"lora.target_modules: leave out {wrong} of {type(model).__name__}: {unfit[wrong]}")
     try:
         config = peft_config(lora, targets, exclude=list(vision_modules(model)))
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)  # on meta
@@ -70,6 +70,46 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
             factor.to(dtype)
             if torch.device(device).type != "meta":
                 factor.to_empty(device=device)
+
+
+def left_out(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """A sentence for each reason for which `all-linear` leaves layers of this model, still without adapters, out."""
+    unfit = _unfit_names(model, lora) if lora.target_modules == "all-linear" else {}
+    names = {reason: ", ".join(sorted(n for n in unfit if unfit[n] == reason)) for reason in sorted(unfit.values())}
+    return [f"lora.target_modules leaves out {some}: {reason}" for reason, some in names.items()]
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    """The names of the linear layers inside the language model."""
+    outside = {model.get_output_embeddings()}
+    outside |= {module for part in vision_modules(model).values() for module in part.modules()}
+    return {_name(path) for path, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside}
+
+
+def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
+    """The names of linear layers that cannot have adapters, with the reason."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    unfit: dict[str, str] = {}
+    for name in _linear_names(model):
+        config = peft_config(lora, [name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # it takes several names, or none
+            config.target_modules = []
+        if name not in config.target_modules:
+            unfit[name] = "PEFT takes them for the names of experts, which are fused"
+    for mixer in model.modules():
+        if {"A_log", "D"} <= mixer._parameters.keys():  # of Mamba; PEFT refuses some names in some of its models
+            names = [name for name, part in mixer.named_children() if isinstance(part, nn.Linear) and name != "in_proj"]
+            unfit |= dict.fromkeys(names, "kernels of Mamba read their weights past the layer")
+    return unfit
+
+
+def _name(path: str) -> str:
+    """The name by which PEFT finds a layer: the last part of its path, and for a place in a list the list's as well."""
+    parts = path.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, exclude: Sequence[str] = ()) -> Any:
@@ -139,7 +179,7 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 
 
 def _targets(model: nn.Module) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path in _adapted(model)})
+    return sorted({_name(path) for path in _adapted(model)})
 
 
 @contextmanager

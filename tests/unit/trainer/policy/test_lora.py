@@ -6,12 +6,13 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import engine_arguments
 from sharding.send.source import LowRank, MergingWeightSource
 from sharding.wire import low_rank
+from tests.support.families import BASE, FAMILIES
 from tests.support.gathering import sent, sent_in_parts
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
@@ -163,6 +164,45 @@ def test_only_adapters_learn_and_switched_off_they_do_nothing(tiny_qwen2: Path) 
 def test_invalid_target_modules_are_named(tiny_qwen2: Path, targets: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         with_adapters(tiny_qwen2, settings=LORA.model_copy(update={"target_modules": targets}))
+
+
+EXPERTS = "down_proj, gate_proj, up_proj: PEFT takes them for the names of experts, which are fused"
+MAMBA = "out_proj: kernels of Mamba read their weights past the layer"
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "missing"),
+    [
+        ("qwen3", DENSE, ""),
+        ("gpt_oss", ATTENTION, ""),
+        ("glm4_moe", ATTENTION, EXPERTS),
+        ("deepseek_v3", LATENT, EXPERTS),
+        ("granite4", [*ATTENTION, "in_proj", "input_linear", "output_linear"], MAMBA),
+        ("falcon_h1", [*DENSE, "in_proj"], MAMBA),
+    ],
+)
+def test_all_linear_is_every_layer_that_peft_can_adapt_and_names_the_others(
+    family: str, names: list[str], missing: str
+) -> None:
+    def empty() -> PreTrainedModel:
+        model_type, settings = FAMILIES[family]
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**BASE | settings))
+
+    model, plain = empty(), empty()
+    linear = {name for name, m in plain.named_modules() if isinstance(m, torch.nn.Linear)}
+    sentences = lora.left_out(model, LORA)
+    assert sentences == [f"lora.target_modules leaves out {missing}"] if missing else not sentences
+    lora.add_adapters(model, LORA, torch.float32, "meta")
+    assert lora._adapted(model).keys() == {path for path in linear if path.rpartition(".")[2] in names}
+    twin = peft.get_peft_model(plain, lora.peft_config(LORA, lora._targets(model)))
+    assert {*peft.get_peft_model_state_dict(twin)} == {*map(lora.peft_name, lora.factors(model))}
+    if missing:
+        one = missing.partition(":")[0].partition(",")[0]
+        with pytest.raises(UserError, match=f"leave out {one} of {type(plain).__name__}"):
+            settings = LORA.model_copy(update={"target_modules": ["q_proj", one]})
+            lora.add_adapters(empty(), settings, torch.float32, "meta")
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (512, 512)])
