@@ -1,7 +1,7 @@
 """Kills, interrupts and stops a run at random moments, and checks that it resumes each time, bit for bit.
 
     python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
-                                           [--runs 1] [--slices N] [--lora R] [--mixture | --images]
+                                           [--runs 1] [--slices N] [--lora R] [--mixture | --images | --family NAME]
                                            [--then RANKS | --alone [--apart]] [--rollouts] [--pull]
 
 A tiny model is trained once without disturbance, and once with signals to a random process (the launcher, a rank, an
@@ -404,6 +404,7 @@ def main() -> int:
         import hotbunk_torchvision
 
         hotbunk_torchvision.show()  # before Transformers is imported
+    from tests.support.families import make_family
     from trainer.commands.tiny_model import make_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -423,6 +424,7 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="this script starts nothing again")
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts, with its engine's routes")
     parser.add_argument("--images", action="store_true", help="a multimodal model, and rows with images")
+    parser.add_argument("--family", help="a family of tests/support/families.py; gated delta rules in bfloat16")
     parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
     parser.add_argument("--rollouts", action="store_true", help="keep answers on disk until a checkpoint has them")
     parser.add_argument("--pull", action="store_true", help="engines read the ranks' shards; adapters are merged")
@@ -436,6 +438,9 @@ def main() -> int:
     seen: dict[str, dict[str, Any]] = {}
     if options.images:
         model, seen = multimodal_sections(folder)
+    elif options.family:
+        config = make_family(options.family, model := folder / "model").config
+        seen = {"engine": {"dtype": "bfloat16"}} if hasattr(config, "linear_key_head_dim") else {}
     else:
         model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
     routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}

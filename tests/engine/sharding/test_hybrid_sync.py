@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from generation.engine.sampling import SamplingSettings
-from tests.support.colocated import Colocated
+from tests.support.colocated import Colocated, start_engine
 from tests.support.families import make_family
 
 PROMPT = [14, 50, 77, 120, 9]
@@ -27,3 +27,13 @@ def test_an_engine_computes_with_the_decay_of_every_version(family: str, shared:
                 assert [name for name in report.unreplayable if name.endswith("A_log")] == [*report.unreplayable]
                 sampled = both.complete(PROMPT, SAMPLING, seed)
                 assert both.gap(PROMPT, sampled, 1.0) < 1e-4
+
+
+def test_a_model_that_vllm_cannot_start_is_refused_by_name_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """OLMo-Hybrid's layers need Triton, which a CPU does not have."""
+    make_family("olmo_hybrid", tmp_path)
+    with pytest.raises(ValueError, match="vLLM cannot start OlmoHybridForCausalLM here .*triton.*: use another model"):
+        start_engine(tmp_path, dtype="bfloat16")
+    assert "Traceback" not in capfd.readouterr().err
