@@ -208,7 +208,7 @@ def recipe(folder: Path, ranks: int) -> TrainConfig:
             "data": {"path": str(folder / "data.jsonl"), "max_prompt_tokens": 16},
             "sampling": {"max_tokens": 32},
             "engine": {"max_model_len": 64},
-            "sync": {"way": "staged", "bucket_mib": 1},
+            "sync": {"way": "staged", "bucket_mib": 1, "first_gap_limit": None},  # log-probabilities are made up
             "policy": {"dtype": "float32"},
             "algorithm": {"group_size": GROUP},
             "batch": {"prompts_per_step": PROMPTS * ranks, "tokens_per_micro_batch": 4096},
