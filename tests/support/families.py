@@ -42,14 +42,15 @@ _INDEXED = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 4}
 _GRANITE = _MAMBA | {"layer_types": ["mamba", "attention"], "mamba_expand": 2, "position_embedding_type": "nope"}
 _GRANITE |= {"shared_intermediate_size": 256}
 _FALCON = _MAMBA | {"mamba_d_ssm": 256}
+_TIED = {"tie_word_embeddings": True}  # vLLM computes logits from the embedding, whatever the configuration says
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 FAMILIES: dict[str, tuple[str, Settings]] = {
     "afmoe": ("afmoe", _EXPERTS),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
-    "cohere2": ("cohere2", {"sliding_window": 64, "logit_scale": 0.25}),
-    "cohere2_moe": ("cohere2_moe", _EXPERTS),
+    "cohere2": ("cohere2", _TIED | {"sliding_window": 64, "logit_scale": 0.25}),
+    "cohere2_moe": ("cohere2_moe", _EXPERTS | _TIED),
     "deepseek_v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"}),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v32": ("deepseek_v32", _DEEPSEEK | _INDEXED),
@@ -60,12 +61,13 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "exaone4": ("exaone4", {"sliding_window": 64}),
     "falcon_h1": ("falcon_h1", _FALCON),
     "falcon_h1_mup": ("falcon_h1", _FALCON | {"lm_head_multiplier": 0.5, "embedding_multiplier": 2.0}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
-    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
-    "gemma3n": ("gemma3n_text", _SLIDING | {"vocab_size_per_layer_input": 288, "hidden_size_per_layer_input": 32}
+    "gemma2": ("gemma2", _TIED | {"query_pre_attn_scalar": 32, "sliding_window": 64}),
+    "gemma3": ("gemma3_text", _TIED | {"query_pre_attn_scalar": 32, "sliding_window": 64}),
+    "gemma3n": ("gemma3n_text", _SLIDING | _TIED | {"vocab_size_per_layer_input": 288}
+                | {"hidden_size_per_layer_input": 32}
                 | {"num_kv_shared_layers": 0, "intermediate_size": [256, 256], "laurel_rank": 16}
                 | {"activation_sparsity_pattern": [0.0, 0.0]}),
-    "gemma4": ("gemma4_text", _SLIDING | {"global_head_dim": 64, "hidden_size_per_layer_input": 0}
+    "gemma4": ("gemma4_text", _SLIDING | _TIED | {"global_head_dim": 64, "hidden_size_per_layer_input": 0}
                | {"num_kv_shared_layers": 0, "sliding_window": 64, "vocab_size_per_layer_input": 288}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", _ROUTED),
@@ -87,16 +89,16 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
                     | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}),
     "laguna": ("laguna", _EXPERTS),
     "lfm2": ("lfm2", {"block_multiple_of": 64, "layer_types": ["conv", "full_attention"]}
-             | {"conv_dim": 128, "block_dim": 128, "tie_word_embeddings": True}),
+             | {"conv_dim": 128, "block_dim": 128} | _TIED),
     "lfm2_moe": ("lfm2_moe", _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
-                 | {"tie_word_embeddings": True}),
+                 | _TIED),
     "llama": ("llama", {}),
     "llama4": ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256}
                | {"interleave_moe_layer_step": 1, "attention_chunk_size": 64}),
     "longcat_flash": ("longcat_flash", {}),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}),
     "mimo_v2_flash": ("mimo_v2_flash", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
-    "minicpm3": ("minicpm3", {}),
+    "minicpm3": ("minicpm3", {"num_key_value_heads": 4}),
     "minimax_m2": ("minimax_m2", _LOCAL_EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid"}
                    | {"use_routing_bias": True}),
     "ministral3": ("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
