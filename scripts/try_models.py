@@ -114,7 +114,10 @@ def _trainer(folder: Path) -> Row:
     from trainer.policy.routing import asked_routers
 
     policy, samples, row = _policy(folder), _samples(1), dict[str, Any]()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if plain.config._attn_implementation == "sdpa":  # which leaves out soft caps of attention's scores
+        plain.set_attn_implementation("eager")
+    plain.eval()
     with torch.no_grad():
         alone = []
         for sample in samples:
