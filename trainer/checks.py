@@ -50,7 +50,7 @@ def check_model(config: TrainConfig) -> None:
                     say(line)
                 add_adapters(model, config.lora, dtype, "meta")
             freeze(model, config.policy.freeze)
-            asked_routers(model, config.model.routes)
+            asked_routers(model, config.model.routes, balanced=config.algorithm.balance_coef > 0)
     except UserError:
         raise
     except Exception as error:  # the model's own code may raise anything

@@ -30,8 +30,8 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 
 def keep_weights_plain() -> None:
-    """Have models that this process builds from now on keep their weights as they are loaded; experts with biases, or
-    with other activations, stay packed.
+    """Have models that this process builds from now on keep their weights as they are loaded; experts with activations
+    that `PlainExperts` lacks stay packed.
     """
     utils.dispatch_cpu_unquantized_gemm = _compute_plain
     kernels = unquantized.backend_to_kernel_cls
@@ -67,7 +67,7 @@ def _compute_plain(layer: Any, remove_weight: bool) -> None:
 
 
 class PlainExperts(CPUUnquantizedExperts):
-    """Experts with gated SiLU by grouped products, in the layout of the checkpoint."""
+    """Experts by grouped products, as they are loaded: with gated SiLU, or with the clamped one of gpt-oss."""
 
     keeps_weights = True
 
@@ -78,8 +78,8 @@ class PlainExperts(CPUUnquantizedExperts):
     @staticmethod
     def is_supported_config(cls: Any, moe_config: Any, *arguments: Any) -> tuple[bool, str | None]:
         """Say whether this kernel can be used, and if not, why. vLLM takes the first one that can."""
-        if moe_config.has_bias or moe_config.activation != MoEActivation.SILU:
-            return False, "kernel computes gated SiLU without biases only"
+        if moe_config.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
+            return False, "kernel computes gated SiLU only"
         if moe_config.moe_parallel_config.use_ep:
             return False, "kernel needs all experts"
         return CPUUnquantizedExperts.is_supported_config(cls, moe_config, *arguments)
@@ -95,23 +95,41 @@ class PlainExperts(CPUUnquantizedExperts):
         w2: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
+        activation: MoEActivation,
         *,
         apply_router_weight_on_input: bool,
         **_: Any,
     ) -> None:
         """Write the weighted sums of each token's experts to `output` [tokens, hidden].
 
-        `w1`: [experts, 2 × intermediate, hidden], gates before the rest; `w2`: [experts, hidden, intermediate];
+        `w1`: [experts, 2 × intermediate, hidden], see `_gated`; `w2`: [experts, hidden, intermediate];
         `topk_weights`, `topk_ids`: [tokens, k]; with `apply_router_weight_on_input` the states come weighted.
         """
         order = topk_ids.flatten().argsort()  # by expert: each a row of a token
         ends = topk_ids.flatten().long().bincount(minlength=len(w1)).cumsum(0).int()
-        gate, up = grouped_mm(hidden_states[order // topk_ids.shape[1]], w1.mT, offs=ends).chunk(2, dim=-1)
+        experts = topk_ids.flatten()[order]
+        gates = grouped_mm(hidden_states[order // topk_ids.shape[1]], w1.mT, offs=ends)
+        gates = gates if self.w1_bias is None else gates + self.w1_bias[experts]
         rows = torch.empty(len(order), output.shape[-1], dtype=torch.float32)
-        rows[order] = grouped_mm(silu(gate) * up, w2.mT, offs=ends).float()
+        rows[order] = grouped_mm(_gated(gates, activation), w2.mT, offs=ends).float()
+        if self.w2_bias is not None:
+            rows[order] += self.w2_bias[experts]
         if not apply_router_weight_on_input:
             rows *= topk_weights.reshape(-1, 1)
         output.copy_(rows.view(*topk_ids.shape, -1).sum(dim=1))
+
+
+def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
+    """Activations [n, intermediate] from gates and what they gate, [n, 2 × intermediate].
+
+    All gates come first, except in gpt-oss, where the two alternate and are clamped at 7 (vLLM 0.32 and Transformers
+    5.19 have the same constants).
+    """
+    if activation == MoEActivation.SILU:
+        gate, up = gates.chunk(2, dim=-1)
+        return silu(gate) * up
+    gate, up = gates[:, ::2].clamp(max=7.0), gates[:, 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
 
 
 class RouteRecorder:

@@ -6,8 +6,8 @@ rounding alone would make it. With the engine's routes the trainer computes what
 et al. 2025, arXiv:2510.11370); the scores at these experts are the trainer's, so gradients reach the router.
 
 A router is found and changed by its behaviour: its forward chooses among as many numbers as there are experts, by one
-`topk`. With replayed routes, that call returns their experts and scores. The router is wrapped, not the layer, so a
-layer that checkpointing recomputes in backward takes the same routes.
+`topk` for each token. With replayed routes, that call returns their experts and scores. The router is wrapped, not the
+layer, so a layer that checkpointing recomputes in backward takes the same routes.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ _TOPK = (torch.topk, Tensor.topk)
 _PROBE_TOKENS = 6
 
 
-def find_routers(model: PreTrainedModel) -> dict[int, str]:
+def find_routers(model: PreTrainedModel, balanced: bool = False) -> dict[int, str]:
     """The name of each decoder layer's router, by the number of the layer; empty for a dense model.
 
     `model` is on meta, where the routers are run once. Raises UserError naming a module whose choice cannot be
-    replaced.
+    replaced, or, if loads are to be `balanced`, one whose scores are no softmax.
     """
     experts, top_k = _sizes(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -44,21 +44,26 @@ def find_routers(model: PreTrainedModel) -> dict[int, str]:
             block = modules[path.rpartition(".")[0]]
             router = _router_of(block, experts)
             name = names[id(router or block)]
-            if router is None or not top_k or (calls := _expert_choices(router, model)) is None:
+            if router is None or not top_k or (watched := _watched_run(router, block, model)) is None:
                 raise UserError(f"model.routes: {name} of this model has no router that can be run: set it to own")
-            if calls != 1 or number in routers:
-                raise UserError(f"model.routes: {name} chooses experts {calls} times, not once: set it to own")
+            if watched.choices != 1 or number in routers:
+                raise UserError(
+                    f"model.routes: {name} chooses experts {watched.choices} times, not once: set it to own"
+                )
+            if balanced and watched.sigmoids:
+                wants = "the balance loss wants those of a softmax"
+                raise UserError(f"algorithm.balance_coef: {name} scores experts by sigmoids, and {wants}: set it to 0")
             routers[number] = name
     return routers
 
 
-def asked_routers(model: PreTrainedModel, routes: str) -> dict[int, str]:
+def asked_routers(model: PreTrainedModel, routes: str, balanced: bool = False) -> dict[int, str]:
     """The routers of a policy with these `model.routes`; with `own`, none if their choice cannot be replaced.
 
-    Raises UserError for other `routes` if the model has no routers whose choice can be replaced.
+    Raises UserError for other `routes` if the model has no routers whose choice can be replaced; see `find_routers`.
     """
     try:
-        routers = find_routers(model)
+        routers = find_routers(model, balanced)
     except UserError:
         if routes != "own":
             raise
@@ -91,26 +96,38 @@ def _router_of(block: nn.Module, experts: int) -> nn.Module | None:
     return None
 
 
-class _Counting(TorchFunctionMode):
+def _is_choice(func: Any, args: Any, experts: int) -> bool:
+    """True for a `topk` of scores [tokens, experts]; those of groups of experts have a third dimension."""
+    return func in _TOPK and args[0].ndim == 2 and args[0].shape[-1] == experts
+
+
+class _Watching(TorchFunctionMode):
+    """The mode in which a router is run to count its choices of experts and its sigmoids."""
+
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.experts = experts
-        self.calls = 0
+        self.choices = self.sigmoids = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func in _TOPK and args[0].shape[-1] == self.experts
+        self.choices += _is_choice(func, args, self.experts)
+        self.sigmoids += func in (torch.sigmoid, Tensor.sigmoid)
         return func(*args, **(kwargs or {}))
 
 
-def _expert_choices(router: nn.Module, model: PreTrainedModel) -> int | None:
-    """The number of calls of `topk` over all experts in the router's forward; None if it cannot run."""
-    hidden = torch.empty(_PROBE_TOKENS, model.config.get_text_config().hidden_size, dtype=model.dtype, device="meta")
-    with torch.no_grad(), _Counting(_sizes(model)[0]) as counting:
-        try:
-            router(hidden)
-        except Exception:  # the model's code may raise anything for one tensor without data
-            return None
-    return counting.calls
+def _watched_run(router: nn.Module, block: nn.Module, model: PreTrainedModel) -> _Watching | None:
+    """What a run of the router has shown; None if it cannot run. It may take its correction bias from the block."""
+    experts, width = _sizes(model)[0], model.config.get_text_config().hidden_size
+    held = [*block.parameters(recurse=False), *block.buffers(recurse=False)]
+    biases = [tensor for tensor in held if tensor.shape == (experts,) and router is not block]
+    for shape in ((_PROBE_TOKENS, width), (1, _PROBE_TOKENS, width)):
+        with torch.no_grad(), _Watching(experts) as watching:
+            try:
+                router(torch.empty(shape, dtype=model.dtype, device="meta"), *biases)
+            except Exception:  # the model's code may raise anything for tensors without data
+                continue
+        return watching
+    return None
 
 
 class Routing:
@@ -258,7 +275,7 @@ class _Choice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         routing, kwargs = self.routing, kwargs or {}
         experts = routing.format.experts
-        if func in _TOPK and args[0].shape[-1] == experts:
+        if _is_choice(func, args, experts):
             return routing.choose(self.position, args[0], lambda scores: func(scores, *args[1:], **kwargs))
         if func in _TOPK and routing.rows is not None and args[0].ndim == 2 and args[0].shape[-1] == routing.groups:
             # Some routers drop the scores of experts outside of the groups chosen here, so the groups of the replayed

@@ -1,5 +1,9 @@
 """The modules of an engine that keep their weights as they are loaded."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
@@ -7,8 +11,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     convert_to_unquantized_kernel_format,
 )
 
+from sharding.worker import loader
 from sharding.worker.cpu import PlainExperts
-from sharding.worker.loader import reprocessed_modules
+from sharding.worker.loader import reprocessed_modules, through_loaders
 
 
 def with_method(name: str, **attributes: object) -> nn.Module:
@@ -39,3 +44,23 @@ def test_experts_are_replayed_where_the_kernels_keep_them_and_reloaded_elsewhere
 def test_quantised_modules_are_reloaded() -> None:
     quantised = with_method("Fp8LinearMethod")
     assert reprocessed_modules(nn.ModuleList([quantised]), plain_on_cpu=True) == [quantised]
+
+
+def test_weights_of_gpt_oss_pass_the_loaders_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts arrive one by one under the names that vLLM's loader splits, sinks cut for the second of two ranks."""
+    monkeypatch.setattr(loader, "get_tensor_model_parallel_rank", lambda: 1)
+    loaded: list[torch.Tensor] = []
+    sinks: Any = nn.Parameter(torch.empty(2, device="meta"))
+    sinks.weight_loader = lambda _, weight: loaded.append(weight)
+    parameters = {"layers.0.attn.sinks": sinks, "layers.1.attn.sinks": torch.empty(2)}
+    model: Any = SimpleNamespace(get_parameter=parameters.__getitem__)
+    gates, biases = torch.randn(3, 4, 10), torch.randn(3, 4)
+    other = {"layers.0.mlp.router.weight": torch.randn(3), "layers.1.self_attn.sinks": torch.randn(4)}
+    weights = {"mlp.experts.gate_up_proj": gates, "mlp.experts.down_proj_bias": biases, **other}
+    weights["layers.0.self_attn.sinks"] = torch.arange(4)
+    expected = {f"mlp.experts.{n}.w13_weight": expert for n, expert in enumerate(gates)}
+    expected |= {f"mlp.experts.{n}.w2_bias": expert for n, expert in enumerate(biases)} | other
+    got = dict(through_loaders(model, list(weights.items())))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+    assert [weight.tolist() for weight in loaded] == [[2, 3]]

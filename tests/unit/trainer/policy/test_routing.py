@@ -10,7 +10,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     PhimoeConfig,
     PretrainedConfig,
@@ -50,6 +52,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **SHAPE, **LATENT, **DEEPSEEK, **GROUPS, topk_method="group_limited_greedy"
     ),
     "deepseek_v3": lambda: DeepseekV3Config(**SHAPE, **LATENT, **DEEPSEEK, **GROUPS),
+    "glm4_moe": lambda: Glm4MoeConfig(**SHAPE, **DEEPSEEK, head_dim=4, n_group=1, topk_group=1),
+    "minimax_m2": lambda: MiniMaxM2Config(**SHAPE, num_local_experts=6, head_dim=4),
 }
 LENGTHS = [9, 7, 7, 3, 1, 12]
 
@@ -139,9 +143,10 @@ def plain(kind: str, sample: Sample, format: RouteFormat) -> tuple[PreTrainedMod
     model = make_model(kind)
     for position, layer in enumerate(format.layers):
         block = model.model.layers[layer].mlp
-        weight, bias = block.gate.weight, getattr(block.gate, "e_score_correction_bias", None)
+        weight = block.gate.weight
+        bias = next((b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")), None)
         scale = getattr(block.gate, "routed_scaling_factor", 1.0)
-        normed = kind in ("mixtral", "deepseek_v3") or getattr(model.config, "norm_topk_prob", False)
+        normed = kind in ("mixtral", "deepseek_v3", "minimax_m2") or getattr(model.config, "norm_topk_prob", False)
         normed = normed and kind != "deepseek_v2"
         block.plain_weights = lambda w, n=normed, s=scale: (w / w.sum() if n else w) * s
 
@@ -324,6 +329,16 @@ def test_routers_are_found_in_the_layers_that_have_experts() -> None:
     gpt_oss = GptOssConfig(**SHAPE, num_local_experts=4, head_dim=4)
     assert list(find_routers(on_meta(gpt_oss))) == [0, 1, 2]
     assert find_routers(on_meta(Qwen2Config(**SHAPE))) == {}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_balance_loss_of_sigmoid_scores_is_refused(kind: str) -> None:
+    model = on_meta(CONFIGS[kind]())
+    if kind in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+        with pytest.raises(UserError, match=r"balance_coef: model\.layers.*gate scores experts by sigmoids.*to 0"):
+            asked_routers(model, "recorded", balanced=True)
+    else:
+        assert asked_routers(model, "recorded", balanced=True)
 
 
 def test_routers_that_cannot_be_replaced_are_refused_by_name() -> None:
