@@ -29,14 +29,14 @@ SETTINGS = {
     "gemma2": {"final_logit_softcapping": 4.0},
     "gemma3n": {"final_logit_softcapping": 4.0},
     "granite3": {"logits_scaling": 6.0},
-    "minicpm3": {"num_key_value_heads": 4, "dim_model_base": 64},
+    "minicpm3": {"dim_model_base": 64},
 }
 
 
 def make_model(family: str) -> PreTrainedModel:
     model_type, settings = FAMILIES[family]
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**BASE | settings | SETTINGS.get(family, {}))
+    config = CONFIG_MAPPING[model_type](**BASE | settings | {"tie_word_embeddings": False} | SETTINGS.get(family, {}))
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
