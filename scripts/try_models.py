@@ -222,7 +222,7 @@ def table(rows: list[Row]) -> str:
             f"| {row['family']} | {row.get('class', '–')} | {trained['packed']} | {trained['leak']} | {gaps} | "
             f"{row.get('dtype', '–')} | {trained['sharing']} | {trained['lora']} | {dense} |"
         )
-        keys = ("refused", "packed", "engine", "sharing", "lora", "routes")
+        keys = ("refused", "packed", "engine", "lora", "routes")
         texts = [row[key] for key in keys if isinstance(row.get(key), str) and row[key] != "ok"]
         notes += [f"- {row['family']}: {text}" for text in dict.fromkeys(texts) if "has no experts" not in text]
     return "\n".join([*lines, "", "Reasons:", "", *notes]) + "\n"
