@@ -24,8 +24,9 @@ from trainer.distributed import destroy_process_group, init_process_group, say, 
 from trainer.engines import rank_device
 from trainer.learning.learner import updates_asked
 from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
+from trainer.policy.buffers import sent_buffers
 from trainer.policy.critic import Critic, make_critic
-from trainer.policy.hf_format import checkpoint_views, sent_buffers
+from trainer.policy.hf_format import checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
 from trainer.rollouts.apart import Apart
 from trainer.rollouts.carried import CarriedPool

@@ -43,6 +43,8 @@ class CPUWorker(cpu_worker.CPUWorker):
 
 
 def _reporting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method, changed to write down its error and end the process."""
+
     @wraps(method)
     def reporting(*arguments: Any, **named: Any) -> Any:
         try:

@@ -8,8 +8,7 @@ quantised, products of MLA's weights), through vLLM's layerwise reload
 
 import bisect
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -20,13 +19,13 @@ import torch
 from torch.nn import Module
 from torch.nn.functional import linear
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
 from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
+from sharding.worker.gpt_oss import has_own_loop, through_loaders
 from sharding.worker.recording import LoadWatcher, Recording, overlaps, parameter_storages, same_bits, storage_key
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -371,10 +370,10 @@ class WeightLoader:
         if not weights:
             return
         self._watcher.expect(weights)
-        gpt_oss = hasattr(getattr(self._model, "model", None), "_try_load_streamed_expert")
+        ready = through_loaders(self._model, weights) if has_own_loop(self._model) else iter(weights)
         try:
             with set_current_vllm_config(self._config), self._watcher:
-                self._model.load_weights(through_loaders(self._model, weights) if gpt_oss else iter(weights))  # type: ignore[operator]
+                self._model.load_weights(ready)  # type: ignore[operator]
         except (ValueError, KeyError, RuntimeError, AssertionError) as error:
             names = [name for name, _ in weights]
             refused = [n for n in names if n not in self._watcher.read]
@@ -438,22 +437,6 @@ def own_checkpoint(config: ModelConfig) -> Manifest:
     """The manifest of the checkpoint that an engine was started from. See `checkpoint_manifest`."""
     tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
     return checkpoint_manifest(config.model, str(config.dtype).removeprefix("torch."), tied)
-
-
-def through_loaders(model: Module, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights for gpt-oss's `load_weights` so that each passes the loader of its parameter, as a reload needs.
-
-    It writes fused experts and sinks past those loaders (vllm/model_executor/models/gpt_oss.py, _load_weights_other).
-    Single experts go through them, and sinks are loaded here.
-    """
-    for name, weight in weights:
-        if fused := re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?", name):
-            part = ("w13" if fused[2] == "gate_up" else "w2") + (fused[3] or "_weight")
-            yield from ((f"{fused[1]}.{number}.{part}", expert) for number, expert in enumerate(weight))
-        elif name.endswith(".sinks") and (sinks := model.get_parameter(name.replace(".self_attn.", ".attn."))).is_meta:
-            sinks.weight_loader(sinks, weight.chunk(weight.numel() // sinks.numel())[get_tensor_model_parallel_rank()])  # type: ignore[attr-defined]
-        else:
-            yield name, weight
 
 
 def copy_of(weights: NamedTensors) -> NamedTensors:

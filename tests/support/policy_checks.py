@@ -37,7 +37,8 @@ from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
-from trainer.policy.hf_format import ROUTE_BIASES, build_meta_model
+from trainer.policy.buffers import ROUTE_BIASES
+from trainer.policy.hf_format import build_meta_model
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.optimizer import TrainingDiverged
 from trainer.policy.routing import Routing, balance, find_routers, loads_of

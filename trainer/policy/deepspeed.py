@@ -24,7 +24,8 @@ from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, freeze
 from trainer.policy import hf_format
-from trainer.policy.hf_format import checkpoint_views, parameter_names, saved_buffers
+from trainer.policy.buffers import saved_buffers, set_buffer
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offloadable
@@ -175,7 +176,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
             if buffer.is_meta:  # the others are saved
                 views = checkpoint_views(built, name, buffer.shape)
                 buffer = files.read(views, 0, buffer.numel(), buffer.dtype, self.device).view(buffer.shape)
-            hf_format.set_buffer(built, name, buffer)
+            set_buffer(built, name, buffer)
         for parameter, value in self._start_values(built, parameter_names(built)):
             self._fill(parameter, value)
         return built

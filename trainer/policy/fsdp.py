@@ -21,7 +21,8 @@ from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, decoder, encoder_layers, freeze
 from trainer.policy import hf_format
-from trainer.policy.hf_format import parameter_names, saved_buffers
+from trainer.policy.buffers import saved_buffers
+from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable

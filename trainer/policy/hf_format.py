@@ -41,6 +41,7 @@ from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.model_structure import decoder, has_vision
 from trainer.policy import attention
+from trainer.policy.buffers import is_route_bias, saved_buffers, set_buffer
 from trainer.policy.head import logits_of
 from trainer.policy.lora import is_adapter, low_rank
 
@@ -56,9 +57,6 @@ COPIED = (
     "video_preprocessor_config.json",
 )
 """Files of a checkpoint that training does not change; without an image processor, vLLM builds another encoder."""
-
-ROUTE_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers of mixtures that decide which experts a token is sent to: float32 in engines, and so here."""
 
 StartValue = Callable[[str, torch.Size], Tensor | None]
 """(name, shape) -> the unsharded start value of a parameter, the same on all ranks; None: the checkpoint's."""
@@ -164,29 +162,6 @@ def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "ever
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by name in memory, each once: of tied ones only the first, which checkpoints contain."""
     return dict(model.named_parameters(remove_duplicate=True))
-
-
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that checkpoints contain, by name in memory, whole on every rank; nothing trains them."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: model.get_buffer(name) for name in model.state_dict() if name not in parameters}
-
-
-def is_route_bias(name: str) -> bool:
-    """True if this is one of `ROUTE_BIASES`, by its name in memory or in a checkpoint."""
-    return name.endswith(ROUTE_BIASES)
-
-
-def set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replaces a buffer of the model."""
-    path, _, last = name.rpartition(".")
-    model.get_submodule(path)._buffers[last] = buffer
-
-
-def sent_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]:
-    """The saved buffers, which engines get with the weights, and the names of those to send in their own dtype."""
-    buffers = saved_buffers(model)
-    return [*buffers.items()], [n for n, b in buffers.items() if is_route_bias(n) or not b.is_floating_point()]
 
 
 def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) -> list[CheckpointView]:

@@ -10,7 +10,8 @@ from torch import nn
 
 from sharding.send.source import FsdpWeightSource
 from trainer.errors import UserError
-from trainer.policy.hf_format import checkpoint_views, parameter_names, sent_buffers
+from trainer.policy.buffers import sent_buffers
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.offload import Offloadable
 
 

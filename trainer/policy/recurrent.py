@@ -73,8 +73,7 @@ class SequenceRows:
             numbers = [n for n, length in enumerate(self.lengths) if length.bit_length() == digits]
             output = inner(pad_sequence([sequences[n] for n in numbers], batch_first=True), *args, **kwargs)
             if isinstance(output, tuple):
-                output, *others = output
-                rest = tuple(others)
+                output, rest = output[0], output[1:]
             results |= {n: row[: self.lengths[n]] for n, row in zip(numbers, output, strict=True)}
         packed = torch.cat([results[n] for n in range(len(sequences))]).unsqueeze(0)
         return packed if rest is None else (packed, *rest)

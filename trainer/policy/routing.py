@@ -116,7 +116,10 @@ class _Watching(TorchFunctionMode):
 
 
 def _watched_run(router: nn.Module, block: nn.Module, model: PreTrainedModel) -> _Watching | None:
-    """What a run of the router has shown; None if it cannot run. It may take its correction bias from the block."""
+    """Runs the router and returns the mode that watched it, or None if it cannot run.
+
+    It may take its correction bias from the block.
+    """
     experts, width = _sizes(model)[0], model.config.get_text_config().hidden_size
     held = [*block.parameters(recurse=False), *block.buffers(recurse=False)]
     biases = [tensor for tensor in held if tensor.shape == (experts,) and router is not block]

@@ -11,9 +11,10 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     convert_to_unquantized_kernel_format,
 )
 
-from sharding.worker import loader
+from sharding.worker import gpt_oss
 from sharding.worker.cpu import PlainExperts
-from sharding.worker.loader import reprocessed_modules, through_loaders
+from sharding.worker.gpt_oss import through_loaders
+from sharding.worker.loader import reprocessed_modules
 
 
 def with_method(name: str, **attributes: object) -> nn.Module:
@@ -48,7 +49,7 @@ def test_quantised_modules_are_reloaded() -> None:
 
 def test_weights_of_gpt_oss_pass_the_loaders_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts arrive one by one under the names that vLLM's loader splits, sinks cut for the second of two ranks."""
-    monkeypatch.setattr(loader, "get_tensor_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(gpt_oss, "get_tensor_model_parallel_rank", lambda: 1)
     loaded: list[torch.Tensor] = []
     sinks: Any = nn.Parameter(torch.empty(2, device="meta"))
     sinks.weight_loader = lambda _, weight: loaded.append(weight)
