@@ -81,7 +81,8 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "granite4_moe": ("granitemoehybrid", _GRANITE | _LOCAL_EXPERTS | {"logits_scaling": 4.0}),
     "granite_swa": ("granite_swa", {}),
     "hunyuan_dense": ("hunyuan_v1_dense", {}),
-    "hy_v3": ("hy_v3", _EXPERTS | {"first_k_dense_replace": 1}),
+    "hy_v3": ("hy_v3", _EXPERTS | {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True}
+              | {"qk_norm": True}),
     "jamba": ("jamba", {"num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1}
               | {"expert_layer_period": 2, "mamba_d_state": 16, "mamba_dt_rank": 8, "use_mamba_kernels": False}),
     "kimi_linear": ("kimi_linear", _LATENT | {"q_lora_rank": None, "moe_intermediate_size": 64, "n_group": 1}
@@ -164,6 +165,6 @@ def _spread(module: nn.Module) -> None:
             parameter.mul_(_SPREAD / spread)
         elif name == "A_log":  # exp(A_log) is the decay per unit of time: a fast one would hide what crosses a border
             parameter.uniform_(-4.0, -2.0)
-    for name, buffer in module.named_buffers(recurse=False):
+    for name, buffer in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
         if name in ("e_score_correction_bias", "expert_bias"):
-            buffer.copy_(torch.linspace(-0.2, 0.2, buffer.numel()))
+            buffer.copy_(torch.linspace(-0.2, 0.2, buffer.numel()).view(buffer.shape))
