@@ -39,6 +39,9 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 REPROCESSED_KEYS = dict.fromkeys(EXPERT_KEYS, "experts") | {"kv_lora_rank": "attention"}
 """Keys of config.json that say that a model has `REPROCESSED` weights, and the part that those belong to."""
 
+_OF_ALL_PARTS = ("quantization_config",)
+"""Keys that a multimodal model's config.json has beside those for its language model, for all parts together."""
+
 _CONNECT_SECONDS = 5.0
 _STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # for all others, max_position_embeddings is the full length
 
@@ -97,7 +100,9 @@ def model_config(path: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
     if isinstance(loaded, dict):
+        shared = {key: loaded[key] for key in _OF_ALL_PARTS if key in loaded}
         loaded = loaded.get("text_config") or loaded
+        loaded = shared | loaded if isinstance(loaded, dict) else loaded
     try:
         return _ModelFile.model_validate(loaded).model_dump(exclude_unset=True)
     except ValidationError as error:

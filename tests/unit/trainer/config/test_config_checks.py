@@ -329,6 +329,16 @@ def test_the_language_model_of_several_modalities_is_found(tmp_path: Path) -> No
     assert model_config(str(tmp_path)) == MODEL
 
 
+def test_a_quantised_model_of_several_modalities_is_refused(config: dict, tmp_path: Path) -> None:
+    """Ministral 3 says so beside its language model's part, Kimi K2.5 in that part."""
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    for file in ({"text_config": MODEL} | quantised, {"text_config": MODEL | quantised}):
+        (tmp_path / "config.json").write_text(json.dumps(file | {"vision_config": {}}))
+        assert problems(config) == [
+            f"model.path: {tmp_path} is quantised and cannot be trained: name the model it was made from"
+        ]
+
+
 def test_a_model_without_weights_is_refused(config: dict, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     assert "holds no *.safetensors" in problems(config)[0]
