@@ -180,10 +180,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
-    if settings.images:
-        # generation/engine/image_inputs.py caches processed images. vLLM's cache is off, since its copy in the core
-        # would have to see the same images in the same order.
-        arguments |= {"limit_mm_per_prompt": {"image": settings.images, "video": 0}, "mm_processor_cache_gb": 0}
+    # Ignored for models of text. At no image and no video vLLM would leave out the encoder, whose weights are sent, and
+    # its start makes the largest inputs that it allows. generation/engine/image_inputs.py caches processed images;
+    # vLLM's cache is off, since its copy in the core would have to see the same images in the same order.
+    limits = {"image": max(1, settings.images), "video": 0}
+    arguments |= {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     arguments |= settings.extra
     if settings.routes and not settings.on_cpu:  # on CPU the worker extension records them
         arguments["enable_return_routed_experts"] = True

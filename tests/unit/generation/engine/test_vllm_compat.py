@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,13 @@ from trainer.config.model_file import needs_torchvision
 
 CPU = EngineSettings(model="m", max_model_len=64)
 CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))
+
+
+@pytest.mark.parametrize("images", [0, 3])
+def test_an_engine_keeps_an_encoder_and_makes_no_video_as_it_starts(images: int) -> None:
+    """At no image vLLM leaves out the encoder, whose weights are sent; by default it starts with the longest video."""
+    arguments = engine_arguments(replace(CPU, images=images))
+    assert arguments["limit_mm_per_prompt"] == {"image": images or 1, "video": 0}
 
 
 def test_a_vllm_outside_of_the_supported_range_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
