@@ -306,6 +306,7 @@ class ImageProcessor:
         self.tokenizer: PreTrainedTokenizerBase = processor.tokenizer
         self.image_token: str = processor.image_token  # placeholder in text, once for each image
         self._replacement = functools.lru_cache(maxsize=4096)(self._replacement_of)
+        self.marked = functools.lru_cache(maxsize=4096)(self._marked_of)
 
     def expand(
         self, prompt: str | ChatMessages, images: Sequence[Image], *, special: bool | None = None, **template: Any
@@ -359,9 +360,18 @@ class ImageProcessor:
 
     def features(self, images: Sequence[Image]) -> "dict[str, Tensor]":
         """Returns the model's inputs for images (pixel_values, image_grid_thw, …), concatenated over the images."""
-        inputs = self._processor.image_processor([image.open() for image in images], return_tensors="pt")
+        inputs, _ = self._processor._process_images([image.open() for image in images], return_tensors="pt")
         unused = set(self._processor.unused_input_names)
         return {name: value for name, value in inputs.items() if name not in unused}
+
+    def _marked_of(self, size: tuple[int, int]) -> frozenset[int]:
+        """Returns the places of marks among an image's tokens, such as ends of lines, which keep their embeddings."""
+        of_images = set(self._processor.image_token_ids)
+        if len(of_images) == 1:
+            return frozenset()
+        ids = self.tokenizer(self._replacement(size), add_special_tokens=False)["input_ids"]
+        tokens = [token for token in ids if token in of_images]
+        return frozenset(n for n, token in enumerate(tokens) if token != self._processor.image_token_id)
 
     def _replacement_of(self, size: tuple[int, int]) -> str:
         """Returns the text that replaces an image's placeholder. It depends on the size alone: a blank image does."""

@@ -14,7 +14,8 @@ Each family of tests/support/families.py is a process of its own, which adds one
     dtype     the engine's, float32 unless vLLM's CPU build has none for the family
     engine    why no engine starts, or a sync is not verified
 
-Without FAMILY all are tried, some 20 minutes on two cores. `--write` only draws the table of the results.
+Without FAMILY all are tried, some 20 minutes on two cores. `--write` only draws the families of the results into the
+table.
 """
 
 import argparse
@@ -105,16 +106,16 @@ def _scores(policy: Any, samples: list[Any], packing: bool) -> list[Any]:
 def _trainer(folder: Path) -> Row:
     """Tries what the trainer does by itself."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from trainer.config.schema import LoraConfig, ModelConfig
     from trainer.policy.attention import require_packing, require_sharing
-    from trainer.policy.hf_format import build_meta_model
+    from trainer.policy.hf_format import build_meta_model, model_kind
     from trainer.policy.lora import add_adapters
     from trainer.policy.routing import asked_routers
 
     policy, samples, row = _policy(folder), _samples(1), dict[str, Any]()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = model_kind(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
     if plain.config._attn_implementation == "sdpa":  # which leaves out soft caps of attention's scores
         plain.set_attn_implementation("eager")
     plain.eval()
@@ -152,9 +153,9 @@ def _engine(folder: Path, packing: bool) -> Row:
     from generation.engine.sampling import SamplingSettings
     from tests.support.colocated import Colocated
     from trainer.build import weight_source
+    from trainer.config.model_file import model_config
 
-    config = json.loads((folder / "config.json").read_bytes())
-    dtype = torch.bfloat16 if config.get("linear_key_head_dim") else torch.float32
+    dtype = torch.bfloat16 if model_config(str(folder)).get("linear_key_head_dim") else torch.float32
     row: Row = {"dtype": str(dtype).removeprefix("torch.")}
     prompts = [list(range(20, 30)), list(range(40, 45))]
     try:
@@ -207,33 +208,46 @@ def cell(value: Any) -> str:
     return "yes" if value == "ok" else "–" if value is None else "no"
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the table of docs/models.md, and below it the reasons."""
-    lines = [
-        "| family | class | packed | leak | gap in step 1, 2 | engine | sequence parallel | LoRA | routes |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    notes = []
-    for row in sorted(rows, key=lambda one: one["family"]):
-        gaps = ", ".join(f"{largest:.0e}" for _, largest in row.get("gaps") or ()) or "–"
-        trained = {name: cell(row.get(name)) for name in ("packed", "leak", "sharing", "lora", "routes")}
-        dense = "no router" if "has no experts" in str(row.get("routes")) else trained["routes"]
-        lines.append(
-            f"| {row['family']} | {row.get('class', '–')} | {trained['packed']} | {trained['leak']} | {gaps} | "
-            f"{row.get('dtype', '–')} | {trained['sharing']} | {trained['lora']} | {dense} |"
-        )
-        keys = ("refused", "packed", "engine", "lora", "routes")
-        texts = [row[key] for key in keys if isinstance(row.get(key), str) and row[key] != "ok"]
-        notes += [f"- {row['family']}: {text}" for text in dict.fromkeys(texts) if "has no experts" not in text]
-    return "\n".join([*lines, "", "Reasons:", "", *notes]) + "\n"
+HEADER = [
+    "| family | class | packed | leak | gap in step 1, 2 | engine | sequence parallel | LoRA | routes |",
+    "|---|---|---|---|---|---|---|---|---|",
+]
+
+
+def line(row: Row) -> str:
+    """Returns a family's line in the table of docs/models.md."""
+    gaps = ", ".join(f"{largest:.0e}" for _, largest in row.get("gaps") or ()) or "–"
+    trained = {name: cell(row.get(name)) for name in ("packed", "leak", "sharing", "lora", "routes")}
+    dense = "no router" if "has no experts" in str(row.get("routes")) else trained["routes"]
+    return (
+        f"| {row['family']} | {row.get('class', '–')} | {trained['packed']} | {trained['leak']} | {gaps} | "
+        f"{row.get('dtype', '–')} | {trained['sharing']} | {trained['lora']} | {dense} |"
+    )
+
+
+def reasons(row: Row) -> list[str]:
+    """Returns the lines below the table that say why something is refused."""
+    texts = [row.get(key) for key in ("refused", "packed", "engine", "lora", "routes")]
+    given = dict.fromkeys(text for text in texts if isinstance(text, str) and text != "ok")
+    return [f"- {row['family']}: {text}" for text in given if "has no experts" not in text]
 
 
 def write(page: Path, rows: list[Row]) -> None:
-    """Replaces what is between the marks of the page by the table."""
+    """Replaces the families' lines between the marks of the page, and keeps those of other families."""
     begin, end = "<!-- scripts/try_models.py -->\n", "<!-- the end of the table -->\n"
     text = page.read_text("utf-8")
-    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
-    page.write_text(head + table(rows) + tail, "utf-8")
+    first, last = text.index(begin) + len(begin), text.index(end)
+    lines, notes = dict[str, str](), dict[str, list[str]]()
+    for old in text[first:last].splitlines():
+        if old.startswith("| ") and old not in HEADER:
+            lines[old.split("|")[1].strip()] = old
+        elif old.startswith("- "):
+            notes.setdefault(old[2:].partition(":")[0], []).append(old)
+    lines |= {row["family"]: line(row) for row in rows}
+    notes |= {row["family"]: reasons(row) for row in rows}
+    why = [note for _, some in sorted(notes.items()) for note in some]
+    table = [*HEADER, *(one for _, one in sorted(lines.items())), "", "Reasons:", "", *why]
+    page.write_text(text[:first] + "\n".join(table) + "\n" + text[last:], "utf-8")
 
 
 def main() -> int:
@@ -241,7 +255,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--results", type=Path, default=ROOT / "runs/models.jsonl", help="file of results, added to")
-    parser.add_argument("--write", type=Path, help="page whose table is drawn anew, of the latest line of each family")
+    parser.add_argument("--write", type=Path, help="page in whose table the latest line of each family is drawn")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -60,10 +60,11 @@ def check_model(config: TrainConfig) -> None:
             raise UserError(f"model.attn_implementation: {refused}") from error
         keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
         raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
+    images = config.data.max_images > 0
     if config.batch.packing:
-        require_packing(model)
+        require_packing(model, images)
     if config.policy.sequence_parallel > 1:
-        require_sharing(model)
+        require_sharing(model, images)
 
 
 def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:

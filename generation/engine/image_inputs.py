@@ -8,7 +8,7 @@ the features that the model computes with, and the number of tokens, which must 
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from generation.images import Image, PromptInput
 
@@ -23,37 +23,52 @@ class ImageCountError(ValueError):
     """Raised where engine and trainer disagree on an image's tokens: they would compute with different prompts."""
 
 
+class _Processed(NamedTuple):
+    """An image as the engine's processor returns it.
+
+    Attributes:
+        item: what the model computes its features from.
+        tokens: the ids of its tokens, such as marks of its begin, of ends of lines, and one for each feature.
+        embedded: whether a feature replaces the token's embedding.
+    """
+
+    item: Any
+    tokens: list[int]
+    embedded: list[bool]
+
+
 class EngineImages:
     """Makes vLLM's inputs from ids and images. Coroutines run on the engine's loop, the processor on a thread."""
 
     def __init__(self, renderer: "BaseRenderer") -> None:
         self._renderer = renderer
         self._lock = asyncio.Lock()
-        self._processed: OrderedDict[str, tuple[Any, list[int]]] = OrderedDict()
+        self._processed: OrderedDict[str, _Processed] = OrderedDict()
 
     async def prompt(self, inputs: PromptInput) -> dict[str, Any]:
         """Returns a prompt with images as `AsyncLLM.generate` takes it. Raises ImageCountError with the counts."""
+        import torch
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
         ids, images, spans = inputs.ids, inputs.images, inputs.spans
         if len(images) != len(spans):
             raise ImageCountError(f"there are {len(images)} images, but places for {len(spans)}")
-        items = []
+        items, places = [], []
         for number, (image, (start, length)) in enumerate(zip(images, spans, strict=True), start=1):
-            item, tokens = await self._processed_image(image)
-            if ids[start : start + length] != tokens:
+            item, tokens, embedded = await self._processed_image(image)
+            if (first := _found(ids[start : start + length], tokens, embedded)) is None:
                 name, (width, height) = image.name or f"image {number}", image.size
-                counts = f"takes {len(tokens)} tokens in the engine, but {length} in the trainer, or different ones"
+                counts = f"takes {sum(embedded)} tokens in the engine, but {length} in the trainer, or different ones"
                 remedy = "both must have the same processor (preprocessor_config.json)"
                 raise ImageCountError(f"{name} ({width} x {height} pixels) {counts}: {remedy}")
             items.append(item)
+            taken = embedded[first : first + length]
+            places.append(PlaceholderRange(start, length, is_embed=None if all(taken) else torch.tensor(taken)))
         kwargs, hashes = MultiModalKwargsItems({"image": items}), {"image": [image.digest for image in images]}
-        places = {"image": [PlaceholderRange(start, length) for start, length in spans]}
-        return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders=places))
+        return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders={"image": places}))
 
-    async def _processed_image(self, image: Image) -> tuple[Any, list[int]]:
-        """Returns an image's processed features, and the token ids whose embeddings the features replace."""
+    async def _processed_image(self, image: Image) -> _Processed:
         async with self._lock:
             if image.digest not in self._processed:
                 self._processed[image.digest] = await asyncio.to_thread(self._process, image)
@@ -63,7 +78,7 @@ class EngineImages:
                 self._processed.popitem(last=False)
             return processed
 
-    def _process(self, image: Image) -> tuple[Any, list[int]]:
+    def _process(self, image: Image) -> _Processed:
         from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
         processor = self._renderer.get_mm_processor()
@@ -71,11 +86,19 @@ class EngineImages:
         inputs = ProcessorInputs([], items, hf_processor_mm_kwargs={})
         result = processor._apply_hf_processor(inputs, TimingContext(enabled=False))
         content = result.prompt_updates["image"][0][0].content
-        tokens, embedded = content.full, content.is_embed
-        if embedded is not None:
-            tokens = [token for token, is_image in zip(tokens, embedded(tokens).tolist(), strict=True) if is_image]
-        return result.kwargs["image"][0], list(tokens)
+        tokens, embedded = list(content.full), content.is_embed
+        taken = [True] * len(tokens) if embedded is None else embedded(tokens).tolist()
+        return _Processed(result.kwargs["image"][0], tokens, taken)
 
 
-def _bytes(processed: tuple[Any, list[int]]) -> int:
-    return sum(value.nbytes for value in processed[0].get_data().values() if hasattr(value, "nbytes"))
+def _found(ids: list[int], tokens: list[int], embedded: list[bool]) -> int | None:
+    """Returns where among an image's tokens the trainer's `ids` for it begin; None unless they have all features."""
+    for first in range(len(tokens) - len(ids) + 1):
+        part = slice(first, first + len(ids))
+        if tokens[part] == ids and sum(embedded[part]) == sum(embedded):
+            return first
+    return None
+
+
+def _bytes(processed: _Processed) -> int:
+    return sum(value.nbytes for value in processed.item.get_data().values() if hasattr(value, "nbytes"))

@@ -3,7 +3,9 @@
     make_family("granite4", folder)
 
 `FAMILIES` has the settings by which a family's configuration differs from `BASE`. The weights are random, and larger
-than Transformers starts them with, so that an error in one of them shows. The tokenizer is that of `tiny_model`.
+than Transformers starts them with, so that an error in one of them shows. The tokenizer is that of `tiny_model`, with a
+processor for images in families of `scripts.tiny_vlm`; for these call `hotbunk_torchvision.show()` before Transformers
+is first imported.
 """
 
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from scripts import tiny_vlm
 from trainer.commands.tiny_model import make_tokenizer, token_ids
+from trainer.policy.hf_format import model_kind
 
 Settings = dict[str, Any]
 
@@ -126,6 +130,13 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "stablelm": ("stablelm", {}),
     "starcoder2": ("starcoder2", {}),
     "zamba2": ("zamba2", {"num_hidden_layers": 3}),
+    # Vision-language classes, whose model_type is a name in `scripts.tiny_vlm.ARCHITECTURES`.
+    "gemma3_vl": ("gemma3", _TIED),
+    "gemma4_vl": ("gemma4", _TIED),
+    "kimi_k25_vl": ("kimi_k25", {}),
+    "ministral3_vl": ("mistral3", {}),
+    "qwen3_5_vl": ("qwen3_5", {}),
+    "qwen3_5_moe_vl": ("qwen3_5_moe", _EXPERTS | {"shared_expert_intermediate_size": 64}),
 }  # fmt: skip
 """Family -> the `model_type` of its configuration, and the settings that `BASE` lacks or has otherwise."""
 
@@ -139,21 +150,33 @@ def make_family(family: str, folder: Path) -> PreTrainedModel:
     Raises whatever Transformers raises if it cannot make one from these settings, and ValueError if it is not tiny.
     """
     model_type, settings = FAMILIES[family]
-    tokenizer = make_tokenizer()
-    config = CONFIG_MAPPING[model_type](**(BASE | settings | token_ids(tokenizer)))
+    config, processor = _config_and_processor(model_type, BASE | settings)
+    kind = model_kind(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with torch.device("meta"):
-            elements = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            elements = sum(p.numel() for p in kind.from_config(config).parameters())
         if elements > _MOST_PARAMETERS:
             raise ValueError(f"{family} has {elements} parameters with these settings")
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
         for module in model.modules():
             _spread(module)
-    model.generation_config = GenerationConfig(**token_ids(tokenizer))
+    model.generation_config = GenerationConfig(**token_ids(getattr(processor, "tokenizer", processor)))
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    if model_type in tiny_vlm.WITH_LEVEL:
+        tiny_vlm.add_level(folder / "model.safetensors")
     return model.eval()
+
+
+def _config_and_processor(model_type: str, settings: Settings) -> tuple[PretrainedConfig, Any]:
+    """Returns the configuration of a model, and its tokenizer, or its processor if it takes images."""
+    if model_type not in tiny_vlm.ARCHITECTURES:
+        tokenizer = make_tokenizer()
+        return CONFIG_MAPPING[model_type](**(settings | token_ids(tokenizer))), tokenizer
+    tokenizer = tiny_vlm.vision_tokenizer(model_type)
+    vision = tiny_vlm.vision_settings(settings["hidden_size"])
+    return tiny_vlm.ARCHITECTURES[model_type](tokenizer, settings | token_ids(tokenizer), vision, 2)
 
 
 @torch.no_grad()

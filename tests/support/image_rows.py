@@ -13,6 +13,8 @@ from tests.support import policy_checks as checks
 from tests.support.row_advantages import advantage
 from trainer.types import Sample
 
+_MARKS = ("<|vision_start|>", "<|vision_end|>")
+
 
 def noise(seed: int, width: int, height: int) -> Image:
     """An image of random pixels."""
@@ -26,7 +28,7 @@ def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, 
     The image placeholder's id is among the sampled tokens if there are more than 3.
     """
     generator = torch.Generator().manual_seed(seed)
-    placeholder = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    start, end, placeholder = processor.tokenizer.convert_tokens_to_ids([*_MARKS, "<|image_pad|>"])
     ids: list[int] = []
     images, spans = [], []
     for part in [*parts, sampled]:
@@ -34,13 +36,21 @@ def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, 
             ids += torch.randint(14, 270, (part,), generator=generator).tolist()
         else:
             images.append(part)
-            spans.append((len(ids) + 1, processor.tokens(part.size)))
-            start, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-            ids += [start, *[placeholder] * spans[-1][1], end]
+            tokens = image_tokens(processor, part)
+            spans.append((len(ids) + 1, len(tokens)))
+            ids += [start, *tokens, end]
     if sampled > 3:
         ids[-3] = placeholder
     mask = [0] * (len(ids) - sampled) + [1] * sampled
     return Sample(ids, mask, [0.0] * len(ids), images=tuple(images), image_spans=tuple(spans))
+
+
+def image_tokens(processor: ImageProcessor, image: Image) -> list[int]:
+    """The tokens of an image from the processor's text for it: placeholders, with the ends of lines if there are."""
+    text = processor._replacement(image.size)
+    ids: list[int] = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = ids.index(processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    return ids[first : first + processor.tokens(image.size)]
 
 
 def make_rows(processor: ImageProcessor) -> list[Sample]:
@@ -73,13 +83,21 @@ def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sam
         arguments["mm_token_type_ids"] = seen.long()
     if "Gemma3" in type(model).__name__:
         arguments["token_type_ids"] = seen.long()
+    if "Gemma4" in type(model).__name__:
+        arguments["mm_token_type_ids"] = seen.long()
     # Where the placeholder's id was sampled, the model gets another id, and the hook embeds the true one.
     input_ids = ids.masked_fill(~seen & (ids == model.config.image_token_id), 5)
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: (ids,))
+    hooks = [model.get_input_embeddings().register_forward_pre_hook(lambda *_: (ids,))]
+    if (more := getattr(model.base_model, "get_per_layer_input_embeddings", None)) and (
+        embedding := more()
+    ) is not None:
+        padded = ids.masked_fill(seen, model.config.text_config.pad_token_id)
+        hooks.append(embedding.register_forward_pre_hook(lambda *_: (padded,)))
     try:
         return model(input_ids=input_ids, output_hidden_states=True, **arguments)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def plain_outputs(

@@ -58,8 +58,11 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
     return path
 
 
-def multimodal_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Makes a tiny multimodal model, and a recipe's sections for it: rows of 0, 1 and 2 images of different sizes."""
+def multimodal_sections(folder: Path, **sizes: Any) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Makes a tiny multimodal model, and a recipe's sections for it: rows of 0, 1 and 2 images of different sizes.
+
+    `sizes` are arguments of `make_tiny_vlm`.
+    """
     from scripts.tiny_vlm import make_tiny_vlm
     from tests.support.pictures import picture
 
@@ -75,7 +78,7 @@ def multimodal_sections(folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
         "eval": {"datasets": {"held_out": {"path": str(folder / "image_eval.jsonl")}}},
         "engine": {"max_model_len": 96},
     }
-    return make_tiny_vlm(folder / "multimodal", largest_image=2), sections
+    return make_tiny_vlm(folder / "multimodal", largest_image=2, **sizes), sections
 
 
 class Run:

@@ -222,15 +222,15 @@ def implementation(asked: str, model: PreTrainedModel) -> str:
     return NAME if asked == "sdpa" and packing_obstacle(model) is None else asked
 
 
-def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """The reason why sequences of this model cannot be laid end to end; None if they can."""
+def packing_obstacle(model: PreTrainedModel, images: bool = False) -> str | None:
+    """The reason why sequences of this model, some with `images`, cannot be laid end to end; None if they can."""
     types = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if unknown := sorted(set(types) - set(PACKABLE_LAYERS)):
         return f"has layers ({', '.join(unknown)}) in which sequences of a pack would not be kept apart"
     mixers = len(recurrent_mixers(model))
     if mixers < sum(kind not in SHARED_LAYERS for kind in types) or (model._is_stateful and not mixers):
         return "has recurrent layers of an unknown kind, which would carry state over from one sequence to the next"
-    if has_vision(model.config) and "token_type_ids" in inspect.signature(model.forward).parameters:
+    if images and looks_ahead(model):
         return "lets the tokens of an image attend to later ones"
     # Hybrids do not declare the backend, although their attention layers look it up and pass all arguments on.
     if not model._supports_attention_backend and not mixers:
@@ -238,9 +238,26 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def require_sharing(model: PreTrainedModel) -> None:
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """True if the tokens of an image also attend to later ones of it, so that rows with images need a mask."""
+    taken = inspect.signature(model.forward).parameters
+    both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    return has_vision(model.config) and ("token_type_ids" in taken or both_ways)
+
+
+def mask_images(trunk: PreTrainedModel, masked: bool) -> None:
+    """Makes a trunk whose images look ahead compute with Transformers' masks, or without any.
+
+    It stays so until the next call, as a layer that checkpointing recomputes in backward needs the same masks again.
+    """
+    without, chosen = (NAME, "sdpa") if masked else ("sdpa", NAME)
+    if trunk.config.get_text_config()._attn_implementation == without:
+        trunk.set_attn_implementation({"": chosen, "text_config": chosen})
+
+
+def require_sharing(model: PreTrainedModel, images: bool = False) -> None:
     """Raises UserError if ranks cannot share a sequence, since tokens would interact outside of `attention`."""
-    obstacle = packing_obstacle(model)
+    obstacle = packing_obstacle(model, images)
     if obstacle is None and recurrent_mixers(model):
         obstacle = "has recurrent layers, which need all tokens of a sequence"
     if obstacle is None and model.config._attn_implementation != NAME:
@@ -250,13 +267,13 @@ def require_sharing(model: PreTrainedModel) -> None:
         raise UserError(f"{key}, but {type(model).__name__} {obstacle}: set it to 1")
 
 
-def require_packing(model: PreTrainedModel) -> None:
-    """Raises UserError if a pack would mix sequences.
+def require_packing(model: PreTrainedModel, images: bool = False) -> None:
+    """Raises UserError if a pack would mix sequences, or if some of them have `images` and cannot be packed.
 
     Transformers' own eager attention keeps them apart by a mask from position ids, which some models, such as gpt-oss,
     do not hand on.
     """
-    obstacle, way = packing_obstacle(model), model.config.get_text_config()._attn_implementation
+    obstacle, way = packing_obstacle(model, images), model.config.get_text_config()._attn_implementation
     if obstacle is None and way not in (NAME, "sdpa") and "flash" not in way:
         may_mix = f"model.attn_implementation is {way}, which may mix the sequences of a pack"
         raise UserError(f"batch.packing is true, but {may_mix}: set the latter to sdpa, or the former to false")

@@ -34,7 +34,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
 from sharding.ranks import agreed, is_main
 from trainer.config.schema import ModelConfig
@@ -123,8 +123,16 @@ def build_meta_model(
             owners[module]._init_weights(module)
     # `revert_weight_conversion` would search all modules for it again for each parameter.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if split := next((one for one in conversions if isinstance(one, WeightConverter) and _splits(one)), None):
+        how = f"makes several weights of one tensor of its checkpoint ({split.source_patterns[0]})"
+        raise UserError(f"{folder}: {type(model).__name__} {how}: use another model")
     model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     return model
+
+
+def _splits(conversion: WeightConverter) -> bool:
+    """True if several weights come from one tensor of the checkpoint, so that none of them is a part of it alone."""
+    return len(conversion.source_patterns) < len(conversion.target_patterns)
 
 
 def model_kind(config: PretrainedConfig) -> Any:

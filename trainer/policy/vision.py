@@ -12,6 +12,7 @@ may sample the placeholder's id, which is then an ordinary token, also for the e
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from generation.images import Image, ImageProcessor
 from trainer.errors import UserError
 from trainer.model_structure import decoder, encoder_layers
+from trainer.policy.attention import NAME, looks_ahead, mask_images, require_packing
 from trainer.types import MicroBatch
 
 
@@ -40,7 +42,10 @@ class Vision:
         self._patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)  # numbers per patch
         self._blank_image = Image.read(Pillow.new("RGB", (32, 32)))
         self._blank = processor.features([self._blank_image])
-        self._bidirectional = "token_type_ids" in taken  # attention between the tokens of an image
+        # The argument that says which tokens are of images, if these attend to later ones as well.
+        self._kinds = "token_type_ids" if "token_type_ids" in taken else "mm_token_type_ids"
+        self._bidirectional = looks_ahead(trunk)
+        self._switches = self._bidirectional and trunk.config.get_text_config()._attn_implementation == NAME
         self._processor = processor
         self._asked = list(asked)
 
@@ -52,7 +57,8 @@ class Vision:
         """
         size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
         patches = self._blank["pixel_values"].numel() / self._patch / self._processor.tokens(self._blank_image.size)
-        return patches * len(encoder_layers(model)) * model.config.vision_config.hidden_size / size
+        width = getattr(model.config.vision_config, "hidden_size", 0)  # 0: there is an embedding instead of an encoder
+        return patches * len(encoder_layers(model)) * width / size
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """The images of a micro-batch, for `hidden`.
@@ -67,13 +73,19 @@ class Vision:
         inputs["patches"] = images["pixel_values"].numel() // self._patch
         if places:
             pack = batch.layout.pack
+            if pack:
+                require_packing(self._trunk, images=True)
             sizes = pack.lengths if pack else [batch.input_ids.shape[1] - 1] * len(batch.lengths)
             starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
             spans = [(starts[place.row] + place.start, place.length) for place in places]
             inputs["named"] = {}
-            inputs["lengths"] = [length for _, length in spans]
+            tokens = []
+            for place, (first, size) in zip(places, spans, strict=True):
+                marks = self._processor.marked(place.image.size)
+                tokens.append([first + n for n in range(size) if n not in marks])
+            inputs["lengths"] = [len(some) for some in tokens]
             inputs["names"] = [place.image.name for place in places]
-            image_tokens = torch.cat([torch.arange(first, first + n) for first, n in spans])
+            image_tokens = torch.tensor([*chain.from_iterable(tokens)])
             begin, end = (pack.begin, pack.begin + len(pack.tokens)) if pack else (0, sum(sizes))  # on this rank
             if batch.ways > 1:
                 here = ((image_tokens >= begin) & (image_tokens < end)).nonzero().squeeze(1)
@@ -85,7 +97,7 @@ class Vision:
             if self._bidirectional:
                 kinds = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
                 kinds[inputs["places"]] = 1
-                inputs["named"]["token_type_ids"] = kinds.view(len(sizes), -1)
+                inputs["named"][self._kinds] = kinds.view(len(sizes), -1)
         return inputs
 
     def _positions(self, batch: MicroBatch, sizes: list[int], images: dict[str, Tensor]) -> Tensor:
@@ -118,9 +130,12 @@ class Vision:
 
         Raises ValueError if an image does not have as many features as placeholder tokens.
         """
+        if self._switches:
+            mask_images(self._trunk, masked="places" in images)
         features = self._trunk.get_image_features(**images["features"], return_dict=True)
         if "places" not in images:
-            hidden = self._trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
+            with _placeholders(self._trunk, inputs):
+                hidden = self._trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
             return cast(Tensor, _Beside.apply(hidden, *_read(features)))
         lengths = [len(image) for image in features.pooler_output]
         if lengths != images["lengths"]:  # https://github.com/verl-project/verl/issues/3469
@@ -135,10 +150,11 @@ class Vision:
 
 
 @contextmanager
-def _placeholders(trunk: Any, inputs: Tensor, places: Tensor) -> Iterator[None]:
-    """A context in which the trunk finds images only at these places of its flattened input."""
+def _placeholders(trunk: Any, inputs: Tensor, places: Tensor | None = None) -> Iterator[None]:
+    """A context in which the trunk finds images only at these places of its flattened input, or nowhere."""
     marked = torch.full_like(inputs, -1).view(-1)
-    marked[places] = trunk.config.image_token_id
+    if places is not None:
+        marked[places] = trunk.config.image_token_id
     by_id = trunk.get_placeholder_mask
     trunk.get_placeholder_mask = lambda ids, *rest, **named: by_id(marked.view_as(inputs), *rest, **named)
     try:

@@ -44,6 +44,16 @@ def test_a_killed_run_with_images_equals_the_undisturbed_one_bit_for_bit(tmp_pat
     assert broken.failures == [] and unequal(straight, broken.run) == []
 
 
+@pytest.mark.timeout(600)
+def test_two_steps_with_images_whose_lines_end_with_marks(tmp_path: Path) -> None:
+    """Ministral 3's: the marks keep their embeddings in engine and trainer."""
+    model, sections = multimodal_sections(tmp_path, architecture="mistral3")
+    run = Run(write_recipe(tmp_path, model, **sections, run={"steps": 2}), ranks=1, name="marks", **MULTIMODAL)
+    assert run.wait() == 0, run.output()
+    run.assert_gone()
+    assert [row["gap/max"] <= 1e-4 for row in run.rows()[1:]] == [True, True]
+
+
 def warm_start(recipe: str) -> None:
     """Runs `hotbunk sft` on one rank."""
     sft.main(load_config(Path(recipe), ["run.name=warm"]))

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from generation.engine.engine import Engine
+from generation.engine.image_inputs import _found
 from generation.engine.settings import EngineSettings
 from generation.images import Image, ImageLimits, ImageProcessor
 from hotbunk_torchvision import beside_cpu_build
 from tests.support.in_process import IdleLLM
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava", "mistral3"]
 
 
 def picture(width: int, height: int) -> PIL.Image.Image:
@@ -62,12 +63,18 @@ def test_a_prompt_is_expanded_as_the_models_own_processor_does_it(
     pixels, settings = [image.open() for image in images] or None, {"add_special_tokens": False}
     encoding = theirs(text=[text], images=pixels, return_tensors="pt", **settings)
     assert ids == encoding["input_ids"][0].tolist()
-    marked = [index for start, length in spans for index in range(start, start + length)]
     pad = theirs.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    assert marked == [index for index, token in enumerate(ids) if token == pad]
+    places = [
+        start + n
+        for image, (start, length) in zip(images, spans, strict=True)
+        for n in range(length)
+        if n not in ours.marked(image.size)
+    ]
+    assert places == [index for index, token in enumerate(ids) if token == pad]
     if images:
         features = ours.features(images)
-        assert features.keys() == {name for name in encoding if not name.endswith(("_ids", "attention_mask"))}
+        of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+        assert features.keys() == encoding.keys() - of_text
         assert all(torch.equal(value, encoding[name]) for name, value in features.items())
 
 
@@ -144,6 +151,24 @@ def python(code: str, **environ: str) -> str:
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ, timeout=120, check=True
     )
     return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([7, 7, 8, 7, 7, 9], 1),
+        ([7, 7, 8, 7, 7], 1),
+        ([7, 7, 8, 7, 7, 9, 6], None),
+        ([7, 7, 7, 7], None),
+        ([7, 7], None),
+    ],
+)
+def test_the_trainer_s_tokens_of_an_image_are_looked_up_among_the_engine_s(
+    ids: list[int], expected: int | None
+) -> None:
+    """5 begins the image, 7 has a feature, 8 ends a line and 9 the image."""
+    tokens = [5, 7, 7, 8, 7, 7, 9]
+    assert _found(ids, tokens, [token == 7 for token in tokens]) == expected
 
 
 def test_a_process_of_text_finds_no_torchvision_and_one_of_images_does() -> None:

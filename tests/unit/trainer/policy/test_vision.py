@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
-from tests.support.image_rows import make_rows, plain_outputs
+from tests.support.image_rows import make_rows, make_sample, plain_outputs
 from tests.support.row_advantages import advantages
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
@@ -20,8 +20,10 @@ from trainer.learning.batching import micro_batches
 from trainer.model_structure import freeze, vision_modules
 from trainer.policy import InPlacePolicy
 from trainer.policy.attention import require_packing, require_sharing
+from trainer.policy.buffers import saved_buffers
 from trainer.policy.hf_format import (
     build_meta_model,
+    checkpoint_activations,
     checkpoint_views,
     load_sharded,
     make_vision,
@@ -35,6 +37,7 @@ from trainer.types import MicroBatch, Outputs, Sample
 TEMPERATURE = 0.7
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float32's rounding
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "llava"]
+HYBRID, MARKED, PER_LAYER = "qwen3_5", "mistral3", "gemma4"  # recurrent layers; marks in images; inputs of each layer
 CPU = torch.device("cpu")
 
 
@@ -57,7 +60,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, HYBRID, MARKED, PER_LAYER])
 def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
     tiny_vlm: TinyModel, kind: str, packing: bool
 ) -> None:
@@ -162,23 +165,47 @@ def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyMode
         outputs(module, batch, TEMPERATURE)
 
 
-def test_gemmas_images_attend_both_ways_in_padded_rows_and_packs_are_refused(
-    tiny_vlm: TinyModel,
-) -> None:
-    folder = tiny_vlm(architecture="gemma3")
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_both_ways"])
+def test_images_that_attend_both_ways_need_padded_rows_and_text_does_not(tiny_vlm: TinyModel, kind: str) -> None:
+    """Packs of text are computed without a mask, before and after padded rows with one."""
+    folder = tiny_vlm(architecture=kind)
     module, processor = make_module(folder), ImageProcessor(str(folder))
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    samples = make_rows(processor)
-    with torch.no_grad():
-        [batch] = micro_batches(samples, 10_000, 0, "cpu")
-        logprobs = outputs(module, batch, TEMPERATURE).logprobs
-        for row, number in enumerate(batch.rows):
-            expected, _ = plain_outputs(plain, processor, samples[number], TEMPERATURE)
-            torch.testing.assert_close(logprobs[row, : len(expected)], expected, **CLOSE)
-    with pytest.raises(UserError, match="batch.packing is true, but Gemma3ForConditionalGeneration lets the tokens"):
-        require_packing(module.model)
-    with pytest.raises(UserError, match="sequence_parallel is above 1, but Gemma3"):
-        require_sharing(module.model)
+    samples = make_rows(processor)[: 2 if kind == "gemma4_both_ways" else None]
+    texts = [make_sample(processor, [n], n) for n in (9, 4, 7)]
+    for rows, packing in [(texts, True), (samples, False), (texts, True)]:
+        [batch] = micro_batches(rows, 10_000, 0, "cpu", packing=packing)
+        with torch.no_grad():
+            logprobs = outputs(module, batch, TEMPERATURE).logprobs
+            for row, number in enumerate(batch.rows):
+                expected, _ = plain_outputs(plain, processor, rows[number], TEMPERATURE)
+                torch.testing.assert_close(logprobs[row, : len(expected)], expected, **CLOSE)
+    with pytest.raises(UserError, match=r"batch.packing is true, but Gemma\dModel lets the tokens of an image"):
+        total_loss(module, samples, packing=True)
+    require_packing(module.model)
+    require_sharing(module.model)
+    with pytest.raises(UserError, match=r"batch.packing is true, but Gemma\dForConditionalGeneration lets the tokens"):
+        require_packing(module.model, images=True)
+    with pytest.raises(UserError, match="sequence_parallel is above 1, but Gemma"):
+        require_sharing(module.model, images=True)
+
+
+def test_a_layer_that_is_recomputed_has_the_mask_of_its_images(tiny_vlm: TinyModel) -> None:
+    folder = tiny_vlm(architecture="gemma3")
+    module, rows = make_module(folder), make_rows(ImageProcessor(str(folder)))
+    kept = gradients(module.model, total_loss(module, rows, packing=False))
+    checkpoint_activations(module.model.train(), "full")
+    for name, gradient in gradients(module.model, total_loss(module, rows, packing=False)).items():
+        expected = kept[name]
+        assert (gradient is None) == (expected is None)
+        assert gradient is None or expected is None or torch.equal(gradient, expected)
+
+
+def test_a_checkpoint_whose_tensors_are_several_weights_each_is_refused(tiny_vlm: TinyModel) -> None:
+    """Kimi K2.5's encoder has queries, keys and values in one tensor, in another order than Transformers'."""
+    sentence = "makes several weights of one tensor of its checkpoint \\(wqkv\\): use another model"
+    with pytest.raises(UserError, match=sentence):
+        make_module(tiny_vlm(architecture="kimi_k25"))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -274,7 +301,7 @@ def test_the_plan_counts_image_encoders(tiny_vlm: TinyModel) -> None:
     assert critic.head == 0 and critic.total == sizes.total - head + critic.shapes["score.weight"].numel()
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, "gemma3"])
+@pytest.mark.parametrize("kind", [*FAMILIES, "gemma3", HYBRID, MARKED, PER_LAYER])
 def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_processor(
     tiny_vlm: TinyModel, kind: str, tmp_path: Path
 ) -> None:
@@ -282,7 +309,8 @@ def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_proces
     folder = tiny_vlm(architecture=kind)
     built = make_module(folder).model
     stored = load_file(folder / "model.safetensors")
-    names = [v.name for n, p in parameter_names(built).items() for v in checkpoint_views(built, n, p.shape)]
+    tensors = {**parameter_names(built), **saved_buffers(built)}
+    names = [v.name for n, p in tensors.items() for v in checkpoint_views(built, n, p.shape)]
     assert sorted(names) == sorted(stored)
     save_pretrained(built, tmp_path, torch.float32, folder)
     saved = load_file(tmp_path / "model.safetensors")
