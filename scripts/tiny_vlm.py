@@ -18,7 +18,10 @@ from trainer.commands.tiny_model import CHAT_TEMPLATE, make_tokenizer, special_s
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _MARK_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-PLACEHOLDERS = {"gemma3": "<|vision_start|>", **dict.fromkeys(("gemma4", "llava", "mistral3"), "<|image_pad|>")}
+PLACEHOLDERS = {
+    "gemma3": "<|vision_start|>",
+    **dict.fromkeys(("gemma4", "gemma4_unified", "llava", "mistral3"), "<|image_pad|>"),
+}
 """The placeholder for an image in chat templates, where it is not an <|image_pad|> between the vision marks."""
 
 _PARTS = """\
@@ -72,6 +75,9 @@ def make_tiny_vlm(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and not parameter.any():  # Gemma 3's projection, without which images are all alike
+                torch.nn.init.normal_(parameter, std=hidden_size**-0.5)
     model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
     if architecture in WITH_LEVEL:
@@ -163,25 +169,37 @@ def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest:
 
 
 def _gemma4(
-    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int, *, both_ways: bool = False
+    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int, *, family: str = "Gemma4"
 ) -> ConfigAndProcessor:
-    """Makes Gemma 4 without audio; `both_ways` as in its larger models, whose image tokens attend to later ones."""
+    """Makes Gemma 4 without audio; `family` is the first word of its classes' names.
+
+    `Gemma4Unified` has no encoder, and image tokens attend to later ones, as in the larger models of Gemma 4.
+    """
     marks = [*MARKS[:3], "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"]
     names = ("boi_token", "eoi_token", "image_token", "audio_token", "boa_token", "eoa_token")
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks[3:]])
     tokenizer._set_model_specific_special_tokens(dict(zip(names, marks, strict=True)))
-    images = transformers.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70)
-    parts = transformers.Gemma4AudioFeatureExtractor(), images, tokenizer, transformers.Gemma4VideoProcessor()
-    processor = transformers.Gemma4Processor(*parts, chat_template=tokenizer.chat_template, image_seq_length=70)
+    sound, images, videos = (
+        getattr(transformers, family + kind) for kind in ("AudioFeatureExtractor", "ImageProcessor", "VideoProcessor")
+    )
+    parts = sound(), images(patch_size=4, max_soft_tokens=70), tokenizer, videos()
+    kind = getattr(transformers, f"{family}Processor")
+    processor = kind(*parts, chat_template=tokenizer.chat_template, image_seq_length=70)
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(marks), strict=True))
     layers = {"layer_types": _alternating(text, "sliding_attention"), "sliding_window": 64, "global_head_dim": 64}
-    layers |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": text["vocab_size"]}
-    layers |= {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision" if both_ways else None}
-    encoder = {key: vision[key] for key in ("hidden_size", "intermediate_size")} | {"head_dim": 32, "patch_size": 4}
-    encoder |= {"num_hidden_layers": vision["depth"], "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = transformers.Gemma4Config(
+    layers |= {"final_logit_softcapping": 30.0}
+    if family == "Gemma4":
+        layers |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": text["vocab_size"]}
+        encoder = {key: vision[key] for key in ("hidden_size", "intermediate_size")} | {"head_dim": 32}
+        encoder |= {"num_hidden_layers": vision["depth"], "num_attention_heads": 2, "num_key_value_heads": 2}
+        encoder |= {"position_embedding_size": 256, "default_output_length": 70}
+    else:
+        layers |= {"use_bidirectional_attention": "vision"}
+        encoder = {"mm_embed_dim": text["hidden_size"], "output_proj_dims": text["hidden_size"]}
+        encoder |= {"mm_posemb_size": 256, "num_soft_tokens": 70}
+    config = getattr(transformers, f"{family}Config")(
         text_config=layers | text,
-        vision_config=encoder | {"position_embedding_size": 256, "default_output_length": 70},
+        vision_config=encoder | {"patch_size": 4},
         boi_token_id=ids["boi_token"],
         eoi_token_id=ids["eoi_token"],
         image_token_id=ids["image_token"],
@@ -273,7 +291,7 @@ ARCHITECTURES: dict[str, Callable[[PreTrainedTokenizerFast, Any, Any, int], Conf
     "qwen3_5_moe": partial(_qwen_vl, family="Qwen3_5Moe", videos="Qwen3VL"),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
-    "gemma4_both_ways": partial(_gemma4, both_ways=True),
+    "gemma4_unified": partial(_gemma4, family="Gemma4Unified"),
     "kimi_k25": _kimi_k25,
     "llava": _llava,
     "mistral3": _mistral3,

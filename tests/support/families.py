@@ -133,6 +133,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     # Vision-language classes, whose model_type is a name in `scripts.tiny_vlm.ARCHITECTURES`.
     "gemma3_vl": ("gemma3", _TIED),
     "gemma4_vl": ("gemma4", _TIED),
+    "gemma4_unified_vl": ("gemma4_unified", _TIED),
     "kimi_k25_vl": ("kimi_k25", {}),
     "ministral3_vl": ("mistral3", {}),
     "qwen3_5_vl": ("qwen3_5", {}),
