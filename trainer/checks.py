@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from generation.importing import load
@@ -59,12 +60,23 @@ def check_model(config: TrainConfig) -> None:
             refused = f"{path} does not support {config.model.attn_implementation}: {remedy}"
             raise UserError(f"model.attn_implementation: {refused}") from error
         keys = "model.path" + (" and lora.target_modules" if config.lora.rank else "")
-        raise UserError(f"{keys}: {path} cannot be built: {type(error).__name__}: {error}") from error
+        raise UserError(f"{keys}: {path} {_why_not(error)}") from error
     images = config.data.max_images > 0
     if config.batch.packing:
         require_packing(model, images)
     if config.policy.sequence_parallel > 1:
         require_sharing(model, images)
+
+
+def _why_not(error: Exception) -> str:
+    """Returns why a model cannot be built, as a sentence without its subject."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return "has code of its own: set model.trust_remote_code to true, or use another model"
+    if "does not recognize this architecture" in text:
+        kind = text.partition("model type `")[2].partition("`")[0]
+        return f"is of the type {kind}, which Transformers {transformers.__version__} does not have: use another model"
+    return f"cannot be built: {type(error).__name__}: {error}"
 
 
 def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:
