@@ -29,6 +29,7 @@ from trainer.config.model_file import (
     HUB_NAME,
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
+    SELECTIVE_SCANS,
     SHARED_LAYERS,
     is_multimodal,
     model_config,
@@ -389,11 +390,13 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
         return
     if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
-    dtype = config.engine.dtype or config.policy.dtype
-    if dtype == "float32" and model.get("linear_key_head_dim") and resolve_device(config) == "cpu":
+    dtype, on_cpu = config.engine.dtype or config.policy.dtype, resolve_device(config) == "cpu"
+    if on_cpu and model.get("model_type") in SELECTIVE_SCANS:
+        yield f"model.path: {folder} has Mamba-1 layers, for which vLLM has no CPU kernel: use a GPU or a Mamba-2 model"
+    if on_cpu and dtype == "float32" and model.get("linear_key_head_dim"):
         yield "engine.dtype is float32, but vLLM on CPU has gated delta rules in bfloat16 only: set it to bfloat16"
     yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)
-    if config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)) and resolve_device(config) == "cpu":
+    if on_cpu and config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)):
         yield "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
     if heads := model.get("num_attention_heads"):

@@ -33,8 +33,11 @@ REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}
 Some of CUDA's kernels shuffle experts, and MLA keeps products of weights.
 """
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json by which a model is a mixture of experts. vLLM's CPU build applies no LoRA adapters to one."""
+
+SELECTIVE_SCANS = ("mamba", "falcon_mamba", "jamba")
+"""Values of `model_type` of models with Mamba-1 layers, whose selective scan vLLM's CPU build lacks."""
 
 REPROCESSED_KEYS = dict.fromkeys(EXPERT_KEYS, "experts") | {"kv_lora_rank": "attention"}
 """Keys of config.json that say that a model has `REPROCESSED` weights, and the part that those belong to."""
@@ -75,6 +78,8 @@ class _ModelFile(_Part):
     num_experts: _Number | None = None
     num_local_experts: _Number | None = None
     n_routed_experts: _Number | None = None
+    moe_num_experts: _Number | None = None
+    model_type: str | None = None
     kv_lora_rank: _Number | None = None
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None

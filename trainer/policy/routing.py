@@ -10,7 +10,8 @@ A router is found and changed by its behaviour: its forward chooses among as man
 layer, so a layer that checkpointing recomputes in backward takes the same routes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -44,7 +45,7 @@ def find_routers(model: PreTrainedModel, balanced: bool = False) -> dict[int, st
             block = modules[path.rpartition(".")[0]]
             router = _router_of(block, experts)
             name = names[id(router or block)]
-            if router is None or not top_k or (watched := _watched_run(router, block, model)) is None:
+            if router is None or not top_k or (watched := _watched_run(router, block, modules[path], model)) is None:
                 raise UserError(f"model.routes: {name} of this model has no router that can be run: set it to own")
             if watched.choices != 1 or number in routers:
                 raise UserError(
@@ -115,22 +116,34 @@ class _Watching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watched_run(router: nn.Module, block: nn.Module, model: PreTrainedModel) -> _Watching | None:
+def _watched_run(
+    router: nn.Module, block: nn.Module, experts_module: nn.Module, model: PreTrainedModel
+) -> _Watching | None:
     """Runs the router and returns the mode that watched it, or None if it cannot run.
 
-    It may take its correction bias from the block.
+    It may take its correction bias from the block, or be the block, whose experts then return what they get.
     """
     experts, width = _sizes(model)[0], model.config.get_text_config().hidden_size
     held = [*block.parameters(recurse=False), *block.buffers(recurse=False)]
     biases = [tensor for tensor in held if tensor.shape == (experts,) and router is not block]
     for shape in ((_PROBE_TOKENS, width), (1, _PROBE_TOKENS, width)):
-        with torch.no_grad(), _Watching(experts) as watching:
+        with torch.no_grad(), _returning_its_input(experts_module), _Watching(experts) as watching:
             try:
                 router(torch.empty(shape, dtype=model.dtype, device="meta"), *biases)
             except Exception:  # the model's code may raise anything for tensors without data
                 continue
         return watching
     return None
+
+
+@contextmanager
+def _returning_its_input(module: nn.Module) -> Iterator[None]:
+    """Replaces the forward of experts, which look at the values of routes, and those are on meta."""
+    module.forward = lambda hidden, *routes, **options: hidden  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 class Routing:

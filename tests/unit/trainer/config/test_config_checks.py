@@ -270,6 +270,13 @@ def test_a_gated_delta_rule_needs_an_engine_in_bfloat16_on_a_cpu(config: dict, t
     assert problems(config, {"policy": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}}) == []
 
 
+def test_a_model_with_mamba_1_layers_has_no_engine_on_a_cpu(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "jamba"}))
+    (message,) = problems(config)
+    assert "Mamba-1" in message and "use a GPU or a Mamba-2 model" in message
+    assert problems(config, command="sft") == []
+
+
 def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(config: dict, tmp_path: Path) -> None:
     layers = {"layer_types": ["full_attention", "linear_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(MODEL | layers))

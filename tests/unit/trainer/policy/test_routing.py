@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
+    JambaConfig,
     MiniMaxM2Config,
     MixtralConfig,
     PhimoeConfig,
@@ -198,6 +199,24 @@ def test_replayed_experts_are_used_in_every_layer_and_in_recomputation(kind: str
         assert len(used[layer]) == len(expected)  # once forward and once more in backward
         for got, rows in zip(used[layer], expected, strict=True):
             assert torch.equal(got.view_as(rows), rows)
+
+
+def test_a_block_that_chooses_experts_by_itself_takes_routes() -> None:
+    config = JambaConfig(**SHAPE, num_experts=4, attn_layer_period=1, attn_layer_offset=0, expert_layer_offset=0)
+    config._attn_implementation = "eager"
+    routers = find_routers(on_meta(config))
+    assert list(routers.values()) == ["model.layers.0.feed_forward", "model.layers.2.feed_forward"]
+    model = AutoModelForCausalLM.from_config(config)
+    routing, used = Routing(model, routers), list[Tensor]()
+    for layer in routers:
+        model.model.layers[layer].feed_forward.experts.register_forward_pre_hook(
+            lambda _, args: used.append(args[1].clone())
+        )
+    (batch,) = micro_batches(routed_samples(routing.format, [12]), 100, 0, "cpu", 1, packing=False)
+    outputs(PolicyModule(model, routing=routing), batch, 0.7).logprobs.sum().backward()
+    assert batch.routes is not None
+    assert [experts.tolist() for experts in used] == batch.routes.long().movedim(1, 0).tolist()
+    assert all(model.model.layers[layer].feed_forward.router.weight.grad.norm() > 0 for layer in routers)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v2"])
