@@ -1,4 +1,4 @@
-"""Every family of models arrives as its checkpoint, from two and four ranks in engines of one and two workers.
+"""Every family of models arrives as its checkpoint, from two ranks, some from four, in engines of one and two workers.
 
 Ranks hold the policy under FSDP2 or ZeRO-3, and each also has the model of one engine worker, built and loaded by vLLM
 itself. After two syncs, of which the second replays, everything that this model keeps is compared, byte for byte, with
@@ -32,6 +32,9 @@ MULTIMODAL = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
 MULTIMODAL_CASES = ("fsdp 2", "zero3 1")
 CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2")}
 """Number of ranks -> cases: the policy's backend and the engines' tensor-parallel size."""
+ON_FOUR_RANKS = ("qwen2_tied", "qwen3_moe_untied", "deepseek_v2_untied")
+"""Models that four ranks send: tied and untied weights, experts, and products of weights."""
+
 WITH_ADAPTERS = ("fsdp 1 lora", "fsdp 2 lora", "zero3 1 lora", "zero3 2 lora")
 
 
@@ -44,8 +47,10 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, st
     results = {}
     for ranks, cases in CASES.items():
         file = tmp_path_factory.mktemp("results") / "found.json"
-        adapted = WITH_ADAPTERS if ranks == 2 else ()
-        run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(models), str(file), *cases, *adapted])
+        folder, adapted = (models, WITH_ADAPTERS) if ranks == 2 else (tmp_path_factory.mktemp("four"), ())
+        for name in ON_FOUR_RANKS if ranks == 4 else ():
+            (folder / name).symlink_to(models / name)
+        run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(folder), str(file), *cases, *adapted])
         results[ranks] = json.loads(file.read_text())
     return results
 
@@ -69,8 +74,15 @@ def test_multimodal_weights_that_ranks_send_are_those_vllm_loads(
 
 
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in CASES.items() for case in cases])
+@pytest.mark.parametrize(
+    ("ranks", "case", "name"),
+    [
+        (ranks, case, name)
+        for ranks, cases in CASES.items()
+        for case in cases
+        for name in (NAMES if ranks == 2 else ON_FOUR_RANKS)
+    ],
+)
 def test_weights_that_ranks_send_are_those_vllm_loads(
     failures: dict[int, dict[str, str]], ranks: int, case: str, name: str
 ) -> None:
