@@ -3,8 +3,8 @@
     HOTBUNK_IMAGES=1 OMP_NUM_THREADS=1 python tests/support/exported_model.py FOLDER [FOLDER ...]
 
 Prints a line for each folder: the mean and the largest difference between their log-probabilities of what vLLM samples,
-in nats. vLLM computes in the dtype of the weights, or in bfloat16 where a model has a gated delta rule, and Transformers
-in float32. It exits with 1 if a mean is above 1e-5, or 0.05 in bfloat16.
+in nats. Transformers computes in float32, and so does vLLM, except in bfloat16 for gated delta rules. The exit status
+is 1 for a mean above 1e-5, or 0.05 in bfloat16.
 """
 
 import json

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from generation.engine.sampling import SamplingSettings
+from sharding.ranks import RemoteError
 from tests.support.colocated import Colocated, start_engine
 from tests.support.families import make_family
 
 PROMPT = [14, 50, 77, 120, 9]
+FAULTY = "tests.support.faulty_worker.FaultyWorker"
 SAMPLING = SamplingSettings(max_tokens=24)
 
 
@@ -16,7 +18,7 @@ SAMPLING = SamplingSettings(max_tokens=24)
 def test_an_engine_computes_with_the_decay_of_every_version(family: str, shared: bool, tmp_path: Path) -> None:
     """vLLM keeps -exp(A_log). Every version's A_log goes through its loader, and is compared after the same change."""
     make_family(family, tmp_path)
-    with Colocated(tmp_path, shared=shared) as both:
+    with Colocated(tmp_path, shared=shared, worker_extension=FAULTY) as both:
         assert not both.leader.engine.caches_prefixes
         both.manager.sleep()
         for seed in (1, 2, 3):
@@ -27,6 +29,13 @@ def test_an_engine_computes_with_the_decay_of_every_version(family: str, shared:
                 assert [name for name in report.unreplayable if name.endswith("A_log")] == [*report.unreplayable]
                 sampled = both.complete(PROMPT, SAMPLING, seed)
                 assert both.gap(PROMPT, sampled, 1.0) < 1e-4
+        if not shared:  # the policy's own memory would keep its old values, too
+            [outcome] = both.leader.thread.run(both.leader.engine.ask_workers("keep_stale", ".A"), 60, "a fault")
+            both.policy.randomise(4)
+            both.manager.sleep()
+            with pytest.raises(RemoteError, match=r"does not hold what was sent: .*A_log"):
+                both.manager.wake(both.policy)
+            assert outcome["parameters"] == 1
 
 
 def test_a_model_that_vllm_cannot_start_is_refused_by_name_without_a_traceback(
