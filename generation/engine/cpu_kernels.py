@@ -16,9 +16,6 @@ from typing import Any
 PLAIN = "HOTBUNK_PLAIN_CPU_WEIGHTS"
 """Environment variable of an engine's processes: "1" if weights keep the layout in which they are loaded."""
 
-START_ERROR = "HOTBUNK_START_ERROR"
-"""Environment variable of an engine's processes: the file for the reason why a worker does not start."""
-
 _ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 

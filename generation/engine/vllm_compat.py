@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from generation.engine.cpu_kernels import START_ERROR, hidden_instructions, kernel_environment
+from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
+from generation.engine.start_errors import START_ERROR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -176,7 +177,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # every sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.worker_class is None:
-        arguments["worker_cls"] = "generation.engine.cpu_worker.CPUWorker" if settings.on_cpu else "auto"
+        kind = "cpu_worker.CPUWorker" if settings.on_cpu else "cuda_worker.CudaWorker"
+        arguments["worker_cls"] = f"generation.engine.{kind}"
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
@@ -213,7 +215,9 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
                 raise
             names = ", ".join(config.model_config.architectures)
             text = " ".join(reason.read_text("utf-8").split())
-            raise ValueError(f"vLLM cannot start {names} here ({text}): use another model or machine") from error
+            full = "out of memory" in text.lower()
+            remedy = "free memory, or use less of it (hotbunk plan)" if full else "use another model or machine"
+            raise ValueError(f"vLLM cannot start {names} here ({text}): {remedy}") from error
 
 
 def _checked_config(settings: EngineSettings) -> "VllmConfig":

@@ -5,13 +5,13 @@ In a file of its own, as importing vLLM's worker takes seconds.
 
 from contextlib import AbstractContextManager, nullcontext
 
-from vllm.v1.worker.gpu_worker import Worker
+from generation.engine.cuda_worker import CudaWorker
 
-if not hasattr(Worker, "_maybe_get_memory_pool_context"):
+if not hasattr(CudaWorker, "_maybe_get_memory_pool_context"):
     raise ImportError("this vLLM's worker chooses its memory in another way: sync.way: zero_copy needs vLLM 0.32")
 
 
-class SharingWorker(Worker):
+class SharingWorker(CudaWorker):
     """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle
     (https://github.com/vllm-project/vllm/pull/45611). The pool still holds the KV cache, which is all that sleep frees.
     """

@@ -42,7 +42,7 @@ def test_an_engine_is_spawned_on_runner_v2_sleeps_by_cumem_and_reads_8192_tokens
     config, start = configured(model)
     assert start == "spawn"
     assert config.use_v2_model_runner
-    assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+    assert config.parallel_config.worker_cls == "generation.engine.cuda_worker.CudaWorker"
     assert config.parallel_config.worker_extension_cls == WORKER_EXTENSION
     assert config.scheduler_config.max_num_batched_tokens == 8192
     assert config.scheduler_config.max_num_seqs == 512
