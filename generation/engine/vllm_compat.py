@@ -215,9 +215,9 @@ def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = N
                 raise
             names = ", ".join(config.model_config.architectures)
             text = " ".join(reason.read_text("utf-8").split())
-            full = "out of memory" in text.lower()
-            remedy = "free memory, or use less of it (hotbunk plan)" if full else "use another model or machine"
-            raise ValueError(f"vLLM cannot start {names} here ({text}): {remedy}") from error
+            if "out of memory" in text.lower():  # which may be another process's fault, and pass
+                raise RuntimeError(f"vLLM cannot start {names}: {text}") from error
+            raise ValueError(f"vLLM cannot start {names} here ({text}): use another model or machine") from error
 
 
 def _checked_config(settings: EngineSettings) -> "VllmConfig":
