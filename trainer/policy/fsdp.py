@@ -28,6 +28,7 @@ from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
 from trainer.policy.optimizer import MOMENTS, Figures, Updates, make_adamw
 from trainer.policy.routing import Routing, asked_routers
+from trainer.policy.tied import add_rows_to_head
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
 Result = TypeVar("Result")
@@ -153,8 +154,9 @@ class ShardedModel(Offloadable):
         for unit in self._units():
             # The loss is divided by the step's count over all ranks already, so gradients are summed over ranks, not
             # averaged. A divide factor alone would need a scaled reduction, which gloo does not have
-            # (https://github.com/pytorch/pytorch/pull/155915).
-            unit.set_gradient_divide_factor(1.0)
+            # (https://github.com/pytorch/pytorch/pull/155915). A single rank would divide by it into a new tensor.
+            if not self._alone:
+                unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)
 
@@ -186,8 +188,8 @@ class ShardedModel(Offloadable):
         self.module.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
-            for unit in self._units():  # replicas reduce gradients once per update, not once per micro-batch
-                unit.set_requires_all_reduce(number == len(batches), recurse=False)
+            for unit in self._units():
+                self._reduce_gradients(unit, number == len(batches))
             loss, sums = loss_of(batch)
             loss.backward()
             figures.add(batch, loss, sums)
@@ -210,6 +212,21 @@ class ShardedModel(Offloadable):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self.updates.count(not finite, norm, rate, sums)
+
+    def _reduce_gradients(self, unit: FSDPModule, last: bool) -> None:
+        """Reduces a unit's gradients over replicas once per update, not once per micro-batch.
+
+        The gradients of a single rank, which are whole, are also copied only once into those of its shards.
+        """
+        if self._alone:
+            unit.set_requires_gradient_sync(last, recurse=False)
+        else:
+            unit.set_requires_all_reduce(last, recurse=False)
+
+    @property
+    def _alone(self) -> bool:
+        """True for a single rank on a CPU; on a GPU its gradients are not yet known to take less memory so."""
+        return world_size() == 1 and self.device.type == "cpu"
 
     def _reshard(self) -> None:
         """Frees gathered weights that were kept, so that every parameter is sharded outside of calls."""
@@ -246,6 +263,8 @@ class FsdpPolicy(ShardedModel, Policy):
         if trainable:
             freeze(built, policy.freeze)
             hf_format.checkpoint_activations(built, policy.activation_checkpointing)
+        if device.type == "cpu" and policy.dtype == "float32":
+            add_rows_to_head(built)
         routers = asked_routers(built, model.routes) if trainable else {}
         self.routing = Routing(built, routers, model.routes == "recorded") if routers else None
         vision, start = hf_format.make_vision(built, source), partial(start_value, seed=lora.seed)
