@@ -26,7 +26,7 @@ _SAME_NAME = (
 
 _NEVER = (
     "data_parallel_size", "decode_context_parallel_size", "distributed_executor_backend", "enable_elastic_ep",
-    "generation_config", "logprobs_mode", "max_loras", "nnodes", "override_generation_config",
+    "generation_config", "logprobs_mode", "max_loras", "mm_processor_cache_gb", "nnodes", "override_generation_config",
     "pipeline_parallel_size", "prefill_context_parallel_size", "runner", "skip_tokenizer_init", "worker_cls",
     "worker_extension_cls",
 )  # fmt: skip
@@ -37,6 +37,7 @@ OWN_ARGUMENTS = {
     "tokenizer": "model.tokenizer",
     "trust_remote_code": "model.trust_remote_code",
     "seed": "run.seed",
+    "limit_mm_per_prompt": "data.max_images",
     "logits_processors": "engine.logits_processors",
     "max_lora_rank": "lora.rank",
     "enable_lora": "lora.rank",

@@ -119,8 +119,8 @@ def _check_images(config: TrainConfig) -> Iterator[str]:
         yield f"data.max_images is {data.max_images}, but {config.model.path} takes no images (it has no vision_config)"
     if config.rollout.tools and config.rollout.tool_parser == "inline":
         yield "data.max_images is set, but rollout.tool_parser is inline, which takes only text replies: use another"
-    if clash := {"limit_mm_per_prompt", "mm_processor_cache_gb", "mm_processor_kwargs"} & config.engine.extra.keys():
-        yield f"engine.extra has {', '.join(sorted(clash))}, which data.max_images decides: leave it out"
+    if "mm_processor_kwargs" in config.engine.extra:
+        yield "engine.extra has mm_processor_kwargs, which data.max_images decides: leave it out"
 
 
 def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
