@@ -110,9 +110,9 @@ def test_bits_are_the_same_again_and_on_any_number_of_threads() -> None:
 
 
 def test_a_block_has_twice_as_many_columns_as_tokens_where_the_vocabulary_has_them() -> None:
-    assert block_shape(CPU_ELEMENTS, 151936) == (1024, 2048)
+    assert block_shape(CPU_ELEMENTS, 151936) == (512, 1024)
     assert block_shape(cuda_block_elements(80 << 30), 151936) == (4096, 8192)
-    assert block_shape(CPU_ELEMENTS, 512) == (4096, 512)
+    assert block_shape(CPU_ELEMENTS, 512) == (1024, 512)
 
 
 def test_what_a_model_makes_of_its_products_has_its_derivative() -> None:
