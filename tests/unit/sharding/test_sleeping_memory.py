@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.v1.worker.gpu_worker import Worker as CudaWorker
 
+from generation.engine import cuda_worker
 from generation.engine.engine import Engine, Leader
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.settings import EngineSettings
@@ -305,3 +306,14 @@ def test_the_fake_allocator_notices_use_of_sleeping_memory(
     with pytest.raises(error, match=says):
         shifts.shift()
         shifts.shift()  # buffers that were lost in one are missed in the next
+
+
+def test_a_worker_that_cannot_wake_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wake_up(worker: Any, tags: list[str] | None = None) -> None:
+        raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:149")
+
+    monkeypatch.setattr(CudaWorker, "wake_up", wake_up)
+    worker = object.__new__(cuda_worker.CudaWorker)
+    worker.device = torch.device("cuda:1")
+    with pytest.raises(RuntimeError, match=r"^on cuda:1: CUDA Error: out of memory at cumem_allocator"):
+        worker.wake_up(["weights"])
