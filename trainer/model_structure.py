@@ -121,13 +121,16 @@ class Work:
     tokens: int = field(default=0, init=False)  # tokens of training passes, prompts included
     flops: float = field(default=0.0, init=False)  # operations of training and of scoring passes
 
-    def count(self, tokens: int, targets: int, pairs: float, patches: int = 0) -> None:
-        """Counts a forward pass, and a backward pass if gradients are on; arguments as of `ModelFlops.forward`."""
+    def count(self, tokens: int, targets: int, pairs: float, patches: int = 0, logical: int | None = None) -> None:
+        """Counts a forward pass, and a backward pass if gradients are on; arguments as of `ModelFlops.forward`.
+
+        `logical` is the number of the sequences' tokens, if some are computed once for several sequences.
+        """
         amount = (tokens, targets, pairs, patches)
         self.flops += self.of.forward(*amount)
         if torch.is_grad_enabled():
             self.flops += self.of.backward(*amount)
-            self.tokens += tokens
+            self.tokens += tokens if logical is None else logical
 
 
 def freeze(model: PreTrainedModel, patterns: list[str]) -> None:

@@ -1,10 +1,10 @@
 """Types that the trainer's packages share: samples, micro-batches, and the interface of a policy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -63,9 +63,53 @@ class Sample:
             )
 
 
+class PrefixNode(NamedTuple):
+    """A run of tokens in a trie of sequences: with those of its ancestors, a beginning that they have in common."""
+
+    row: int  # a sequence that has the tokens
+    begin: int  # the position of the first of them in the sequence
+    end: int  # the position after the last
+    parent: int  # the index of the node with the tokens before; -1: there are none
+    rows: int  # number of sequences that have the tokens
+
+
+Trie = tuple[list[PrefixNode], list[int]]
+"""The nodes of a trie, parents before children, and the number of each sequence's last node; -1: it has none."""
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The paths of S nodes, each of which attends to the tokens of its ancestors and its own: L tokens in all."""
+
+    ranges: list[list[tuple[int, int]]]  # for each path, from the root, the ranges of its tokens among those of a pack
+    lengths: list[int]  # the number of tokens of each path
+    starts: Tensor  # [S+1] int32, the index among the L tokens at which each path begins, and L
+    rows: list[int]  # for each node, the number of sequences that have its tokens
+    logical_tokens: int  # the tokens of all sequences, each counted for every sequence that has it
+
+    @classmethod
+    def of(cls, nodes: Sequence[PrefixNode], starts: list[int]) -> "PrefixTree":
+        """Returns the paths of nodes, parents before children, that begin at these indices [S+1] in a pack.
+
+        Example: a prompt of 4 tokens with answers of 2 and 3 has starts [0, 4, 6, 9] and the paths [(0, 4)], [(0, 6)],
+        and [(0, 4), (6, 9)], of 4, 6 and 7 tokens.
+        """
+        ranges: list[list[tuple[int, int]]] = []
+        for node, (begin, end) in zip(nodes, pairwise(starts), strict=True):
+            above = ranges[node.parent] if node.parent >= 0 else []
+            if above and above[-1][1] == begin:
+                *above, (begin, _) = above
+            ranges.append([*above, (begin, end)])
+        lengths, rows = [node.end for node in nodes], [node.rows for node in nodes]
+        logical = sum(node.rows * (node.end - node.begin) for node in nodes)
+        return cls(ranges, lengths, torch.tensor([0, *lengths]).cumsum(0).int(), rows, logical)
+
+
 @dataclass(frozen=True)
 class Pack:
     """S sequences laid end to end, N tokens in all; each lacks its last token, which predicts nothing.
+
+    With a `tree`, the S sequences are its nodes, so a beginning that several samples have in common is there once.
 
     Ranks that share a micro-batch (`policy.sequence_parallel`) have consecutive parts of the N tokens; this rank has M.
     """
@@ -76,6 +120,7 @@ class Pack:
     lengths: list[int]  # the number of tokens of each sequence in the pack
     parts: list[int]  # the number of tokens of each rank that shares the pack; [N] if no rank shares it
     begin: int = 0  # the index among the N tokens of this rank's first token
+    tree: PrefixTree | None = None  # None: the sequences are whole, and each attends to itself alone
 
     def local(self, values: Tensor) -> Tensor:
         """Returns the rows [M, ...] of this rank's tokens from the rows [N, ...] of all tokens."""
@@ -97,8 +142,18 @@ class Layout:
     pack: Pack | None = None  # the model's input; None: `input_ids[:, :-1]`
 
     @classmethod
-    def of(cls, loss_mask: Tensor, lengths: list[int], packed: bool = False, ways: int = 1, place: int = 0) -> "Layout":
+    def of(
+        cls,
+        loss_mask: Tensor,
+        lengths: list[int],
+        packed: bool = False,
+        ways: int = 1,
+        place: int = 0,
+        trie: Trie | None = None,
+    ) -> "Layout":
         """Returns the layout for a mask [B, T-1] on the host; with packing, for rank `place` of the `ways` that share.
+
+        With a `trie`, common beginnings are computed once.
 
         Example: with 2 ranks, the first has 2 of the 5 tokens above and target 1; the second has 3 tokens, targets
         [4, 5] and states [1, 2].
@@ -107,22 +162,37 @@ class Layout:
         targets = loss_mask.flatten().nonzero().squeeze(1)
         if not packed:
             return cls(targets, targets)
-        sizes = [max(1, length - 1) for length in lengths]
+        whole = [PrefixNode(row, 0, max(1, length - 1), -1, 1) for row, length in enumerate(lengths)]
+        nodes = whole if trie is None else trie[0]
+        sizes = [node.end - node.begin for node in nodes]
         starts = torch.tensor([0, *sizes]).cumsum(0)
         rows, columns = targets // width, targets % width
-        positions = torch.cat([torch.arange(size) for size in sizes])
-        tokens = positions + torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * (width + 1)
+        positions = torch.cat([torch.arange(node.begin, node.end) for node in nodes])
+        tokens = positions + torch.tensor([n.row for n in nodes]).repeat_interleave(torch.tensor(sizes)) * (width + 1)
+        states = starts[rows] + columns if trie is None else _indices(*trie, starts, width)[rows, columns]
         missing = ways - len(tokens)
         if missing > 0:  # Transformers' modules need a token on each rank: add a sequence whose outputs are not used
-            sizes, starts = [*sizes, missing], torch.cat([starts, starts[-1:] + missing])
+            nodes, sizes = [*nodes, PrefixNode(0, 0, missing, -1, 0)], [*sizes, missing]
+            starts = torch.cat([starts, starts[-1:] + missing])
             tokens = torch.cat([tokens, tokens.new_zeros(missing)])
             positions = torch.cat([positions, torch.arange(missing)])
         ends = [len(tokens) * part // ways for part in range(ways + 1)]
         parts, mine = [end - begin for begin, end in pairwise(ends)], slice(ends[place], ends[place + 1])
-        states = starts[rows] + columns
         here = (states >= mine.start) & (states < mine.stop)
-        pack = Pack(tokens[mine], positions[mine], starts.int(), sizes, parts, mine.start)
+        tree = None if trie is None else PrefixTree.of(nodes, starts.tolist())
+        pack = Pack(tokens[mine], positions[mine], starts.int(), sizes, parts, mine.start, tree)
         return cls(targets[here], states[here] - mine.start, pack)
+
+
+def _indices(nodes: list[PrefixNode], last: list[int], starts: Tensor, width: int) -> Tensor:
+    """Returns the index in a pack of each sequence's tokens, [B, width] int64, 0 behind them."""
+    indices = torch.zeros(len(last), width, dtype=torch.int64)
+    for line, number in zip(indices, last, strict=True):
+        while number >= 0:
+            node = nodes[number]
+            line[node.begin : node.end] = torch.arange(node.end - node.begin) + starts[number]
+            number = node.parent
+    return indices
 
 
 @dataclass(frozen=True)
@@ -191,7 +261,7 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     """Copies a tensor, or a dataclass with the tensors and dataclasses in it, to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if not isinstance(value, Layout | Pack | MicroBatch):
+    if not isinstance(value, Layout | Pack | PrefixTree | MicroBatch):
         return value
     return replace(value, **{item.name: _moved(getattr(value, item.name), device) for item in fields(value)})
 

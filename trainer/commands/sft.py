@@ -40,6 +40,7 @@ from trainer.data import (
 from trainer.engines import fetch_model, rank_device
 from trainer.errors import UserError
 from trainer.learning.batching import deal, micro_batches
+from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.rollouts.level import RolloutLevel
 from trainer.run.checkpoint import load
@@ -224,11 +225,12 @@ def batches_of(samples: list[Transcript], config: TrainConfig, pad_id: int, poli
     """This rank's share of `samples`, the same on all ranks, in micro-batches on the device. Collective."""
     ways, sizes = config.policy.sequence_parallel, policy.work.of
     worth, more = sizes.tokens_worth, sizes.image_token
-    shares = deal([len(sample.input_ids) for sample in samples], worth, ways)
+    budget, packing, shared = config.batch.tokens_per_micro_batch, config.batch.packing, config.batch.shared_min
+    prefixes = None if shared is None else Prefixes.of([token_bytes(sample.input_ids) for sample in samples], shared)
+    shares = deal([len(sample.input_ids) for sample in samples], worth, ways, prefixes)
     with agreed("reading the images of the samples") if any(sample.stored for sample in samples) else nullcontext():
         share = [samples[i].with_images() for i in shares[rank()]]
-    budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    return micro_batches(share, budget, pad_id, policy.device, None, packing, ways, worth, more)
+    return micro_batches(share, budget, pad_id, policy.device, None, packing, ways, worth, more, shared)
 
 
 def cross_entropy(tokens: int) -> LossFn:

@@ -37,6 +37,7 @@ from trainer.config.model_file import (
     steady_positions,
 )
 from trainer.config.placement import check_placement, training_ranks
+from trainer.config.prefixes import check_prefixes
 from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.slices import check_slices
 from trainer.config.ways import check_way
@@ -84,6 +85,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     if command != "eval" and training > 0:
         problems += _check_backend(config, training)
         problems += _check_sequence_parallel(config, training, command)
+        problems += check_prefixes(config, _models(config, command))
         problems += _check_positions(config, command)
         problems += _check_lora(config, command)
     problems += _check_images(config)

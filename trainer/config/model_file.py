@@ -27,6 +27,12 @@ SHARED_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe
 PACKABLE_LAYERS = (*SHARED_LAYERS, "linear_attention", "mamba", "mamba2", "conv", "hybrid")
 """Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.recurrent`)."""
 
+BRANCHING_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse")
+"""Values of a model's `layer_types` for which sequences can share the computation of a common beginning.
+
+A recurrence is not among them: its state at a branch would have to be handed to each of the branches.
+"""
+
 REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}
 """Parts of the names of weights that engines do not keep as loaded, on CPU not even with `engine.plain_cpu_weights`.
 

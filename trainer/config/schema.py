@@ -331,9 +331,18 @@ class BatchConfig(Section):
     packing: bool = key(
         True, "lay sequences end to end; false: pad them to the longest, where padding counts as tokens, too"
     )
+    share_prefixes: bool = key(
+        False, "compute tokens that sequences of a micro-batch have in common from their beginning once for all of them"
+    )
+    shared_tokens_min: Count = key(64, "fewest tokens in common that are computed once")
     updates_per_step: Size = key(
         1, "optimizer steps in a pass over the batch, which is cut between prompts as evenly as possible"
     )
+
+    @property
+    def shared_min(self) -> int | None:
+        """The fewest tokens in common that are computed once; None: sequences share nothing."""
+        return self.shared_tokens_min if self.share_prefixes else None
 
 
 class RewardFunction(Section):

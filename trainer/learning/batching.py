@@ -2,16 +2,24 @@
 
 from collections.abc import Callable
 from heapq import heapreplace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sharding.ranks import all_reduce_max, rank, world_size
-from trainer.types import ImagePlace, Layout, MicroBatch, Sample
+from trainer.learning.prefixes import Prefixes, token_bytes
+from trainer.types import ImagePlace, Layout, MicroBatch, Sample, Trie
 
 TABLE = 4
 """Most elements of a micro-batch's tables, as a multiple of the token budget. Tables are padded, unlike the model."""
+
+UNEVEN = 1.1
+"""Most work of a rank, as a multiple of the mean, for which sequences with a common beginning stay together."""
+
+SHARED_TABLE = 16
+"""As `TABLE`, where common beginnings are computed once: each row of a table has its own copy of them."""
 
 
 def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
@@ -30,33 +38,81 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in assigned]
 
 
-def deal(lengths: list[int], worth: Callable[[int], int], ways: int) -> list[list[int]]:
+def deal(
+    lengths: list[int], worth: Callable[[int], int], ways: int, prefixes: Prefixes | None = None
+) -> list[list[int]]:
     """Deals sequences out so that all ranks have about equal work; returns each rank's indices in ascending order.
 
     `worth` gives the work of a sequence of some length. Each `ways` neighbouring ranks train on the same sequences.
+    With `prefixes`, sequences with a common beginning, whose work is that of their trie, stay together where it can be.
     """
-    rows = assign_to_ranks([worth(length) for length in lengths], world_size() // ways)
+    ranks, works = world_size() // ways, [worth(length) for length in lengths]
+    rows = assign_to_ranks(works, ranks)
+    if prefixes is not None and ranks > 1:
+        rows = _deal_units(prefixes, worth, rows)
     return [rows[number // ways] for number in range(world_size())]
 
 
-def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
-    """Groups sequences so that the sum of their lengths is within the budget: first fit, longest first.
+def _deal_units(prefixes: Prefixes, worth: Callable[[int], int], apart: list[list[int]]) -> list[list[int]]:
+    """Deals units out, and cuts the fullest rank's largest until no rank is more than `UNEVEN` times the mean.
 
-    Tables of rows x longest row are at most `TABLE` times the budget, so that one long sequence and many short ones are
+    Nor may the fullest rank have more work than if sequences were dealt out one by one, as in `apart`.
+    """
+
+    def work(rows: list[int]) -> int:
+        return prefixes.cost(prefixes.sorted(rows), worth)
+
+    units = prefixes.units(lambda unit: True)
+    works = [work(unit) for unit in units]
+    most = max(map(work, apart))
+    while True:
+        shares = assign_to_ranks(works, len(apart))
+        loads = [sum(works[n] for n in share) for share in shares]
+        fullest = loads.index(max(loads))
+        if max(loads) <= min(UNEVEN * sum(loads) / len(loads), most):
+            return [sorted(row for n in share for row in units[n]) for share in shares]
+        able = [n for n in shares[fullest] if len(units[n]) > 1]
+        if not able:
+            return apart
+        largest = max(able, key=works.__getitem__)
+        units[largest : largest + 1] = halves = prefixes.cut(units[largest])
+        works[largest : largest + 1] = map(work, halves)
+
+
+class Unit(NamedTuple):
+    """What goes to a micro-batch as one: a sequence, or several that have a beginning in common."""
+
+    rows: list[int]  # the indices of its sequences
+    tokens: int  # the tokens of the budget that it counts
+    work: int  # see `deal`
+    longest: int  # the length of the longest sequence
+
+
+def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Groups sequences as `pack_units` does units."""
+    return pack_units([Unit([i], length, 0, length) for i, length in enumerate(lengths)], token_budget)
+
+
+def pack_units(units: list[Unit], token_budget: int, table: int = TABLE) -> list[list[int]]:
+    """Groups units so that the sum of their tokens is within the budget: first fit, largest first.
+
+    Tables of rows x longest row are at most `table` times the budget, so that one long sequence and many short ones are
     not in one group. Where this limit does not matter, there are at most 11/9 of the fewest groups possible (Johnson,
-    1973). A sequence longer than the budget is a group by itself.
+    1973). A unit larger than the budget is a group by itself.
     """
     groups: list[list[int]] = []
-    room: list[int] = []
-    for index in _longest_first(lengths):
-        length, most = lengths[index], TABLE * token_budget
-        able = (n for n, g in enumerate(groups) if length <= room[n] and (len(g) + 1) * lengths[g[0]] <= most)
+    sums: list[tuple[int, int, int]] = []  # of each group: tokens, rows, longest row
+    for index in _longest_first([unit.tokens for unit in units]):
+        unit = units[index]
+        joined = ((t + unit.tokens, r + len(unit.rows), max(w, unit.longest)) for t, r, w in sums)
+        able = (n for n, (t, r, w) in enumerate(joined) if t <= token_budget and r * w <= table * token_budget)
         fitting = next(able, len(groups))
         if fitting == len(groups):
             groups.append([])
-            room.append(token_budget)
+            sums.append((0, 0, 0))
         groups[fitting].append(index)
-        room[fitting] -= length
+        tokens, rows, longest = sums[fitting]
+        sums[fitting] = tokens + unit.tokens, rows + len(unit.rows), max(longest, unit.longest)
     return groups
 
 
@@ -91,6 +147,7 @@ def micro_batches(
     ways: int = 1,
     worth: Callable[[int], int] = lambda length: length,
     image_token: float = 0.0,
+    shared_min: int | None = None,
 ) -> list[MicroBatch]:
     """Divides this rank's samples into micro-batches of at most `token_budget` tokens.
 
@@ -108,41 +165,72 @@ def micro_batches(
         worth: gives the work of a sequence of some length, in which packed micro-batches are made about equal.
         image_token: number of tokens of the budget that each token of an image counts besides itself (`ModelFlops`).
             It is multiplied by `ways`, since each rank has all images of a micro-batch that it shares.
+        shared_min: fewest tokens that sequences must have in common for these to be computed, and count, once in a
+            packed micro-batch (`batch.share_prefixes`); None: every sequence is whole.
     """
     more = image_token * ways
     lengths = [len(sample.input_ids) + round(more * sum(n for _, n in sample.image_spans)) for sample in samples]
-    groups = (pack if packing else pack_padded)(lengths, token_budget)
+    units = [Unit([row], length, worth(length), length) for row, length in enumerate(lengths)]
+    prefixes, table = None, TABLE
+    if shared_min is not None and packing:
+        prefixes, table = Prefixes.of(list(map(_token_bytes, samples)), shared_min), SHARED_TABLE
+        units = _shared_units(prefixes, lengths, token_budget, worth)
+    groups = pack_units(units, token_budget, table) if packing else pack_padded(lengths, token_budget)
     if count is None:
         count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
     if count < len(groups):
         raise ValueError(f"{len(samples)} samples need {len(groups)} micro-batches, but only {count} are allowed")
     if packing:
-        groups = _level(groups, lengths, token_budget, count, worth)
+        groups = _level(groups, units, token_budget, table, count)
 
-    def padded(samples: list[Sample], rows: list[int]) -> MicroBatch:
-        return _pad(samples, rows, pad_id, packing, ways).to(device)
+    def padded(samples: list[Sample], rows: list[int], trie: Trie | None = None) -> MicroBatch:
+        return _pad(samples, rows, pad_id, packing, ways, trie).to(device)
 
-    batches = [padded([samples[i] for i in group], group) for group in groups]
+    batches = []
+    for group in groups:
+        rows = [row for unit in group for row in units[unit].rows]
+        rows = rows if prefixes is None else prefixes.sorted(rows)
+        batches.append(padded([samples[i] for i in rows], rows, None if prefixes is None else prefixes.trie(rows)))
     filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0])
     return batches + [padded([filler], []) for _ in range(count - len(groups))]
 
 
-def _level(
-    groups: list[list[int]], lengths: list[int], token_budget: int, count: int, worth: Callable[[int], int]
-) -> list[list[int]]:
-    """Regroups sequences into `count` groups of about equal load, largest first, where the budget allows it.
+def _token_bytes(sample: Sample) -> np.ndarray:
+    """Returns what enters the model with a sample's tokens; two sets of experts are equal in any order."""
+    routes = [] if sample.routes is None else [np.sort(sample.routes.numpy(), axis=2)]
+    return token_bytes(sample.input_ids, *routes)
+
+
+def _shared_units(prefixes: Prefixes, lengths: list[int], token_budget: int, worth: Callable[[int], int]) -> list[Unit]:
+    """Returns units of sequences with a beginning in common, cut where they exceed the budget or their table would."""
+
+    def fits(rows: list[int]) -> bool:
+        table = len(rows) * max(lengths[row] for row in rows)
+        return table <= SHARED_TABLE * token_budget and prefixes.cost(rows) <= token_budget
+
+    return [
+        Unit(rows, prefixes.cost(rows), prefixes.cost(rows, worth), max(lengths[row] for row in rows))
+        for rows in prefixes.units(fits)
+    ]
+
+
+def _level(groups: list[list[int]], units: list[Unit], token_budget: int, table: int, count: int) -> list[list[int]]:
+    """Regroups units into `count` groups of about equal work, largest first, where budget and table allow it.
 
     Ranks wait for each other in every micro-batch, so it takes as long as the fullest one.
     """
-    even = [group for group in assign_to_ranks([worth(length) for length in lengths], count) if group]
-    for sizes in ([lengths[i] for i in group] for group in even if len(group) > 1):
-        if sum(sizes) > token_budget or len(sizes) * max(sizes) > TABLE * token_budget:
+    even = [group for group in assign_to_ranks([unit.work for unit in units], count) if group]
+    for some in ([units[i] for i in group] for group in even if len(group) > 1):
+        elements = sum(len(unit.rows) for unit in some) * max(unit.longest for unit in some)
+        if sum(unit.tokens for unit in some) > token_budget or elements > table * token_budget:
             even = groups
-    even = [sorted(group, key=lambda i: (-lengths[i], i)) for group in even]
-    return sorted(even, key=lambda group: -sum(lengths[i] for i in group))
+    even = [sorted(group, key=lambda i: (-units[i].tokens, i)) for group in even]
+    return sorted(even, key=lambda group: -sum(units[i].tokens for i in group))
 
 
-def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways: int) -> MicroBatch:
+def _pad(
+    samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways: int, trie: Trie | None = None
+) -> MicroBatch:
     """Right-pads samples to the longest, and to at least two positions, so that there is always a target column."""
     lengths = [len(sample.input_ids) for sample in samples]
     width = max(2, *lengths)
@@ -158,7 +246,10 @@ def _pad(samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways
     routes = [sample.routes for sample in samples if sample.routes is not None]
     sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
     ages = table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:] if any(s.ages for s in samples) else None
-    layout = Layout.of(mask, lengths, packed, ways, rank() % ways)
+    layout = Layout.of(mask, lengths, packed, ways, rank() % ways, trie)
+    if routes and trie is not None:
+        routes = [routes[node.row][node.begin : node.end] for node in trie[0]]
+        sizes = [node.end - node.begin for node in trie[0]]
     joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
     if joined is not None and layout.pack is not None:
         joined = layout.pack.local(_stretched(joined, sum(layout.pack.lengths)))

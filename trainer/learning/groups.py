@@ -17,6 +17,7 @@ from trainer.config.slices import longest_answer
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples, old_tokens, token_ages
 from trainer.learning.batching import deal, micro_batches
+from trainer.learning.prefixes import Prefixes
 from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
 
@@ -167,19 +168,26 @@ def prepare(
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
     ways = config.policy.sequence_parallel
-    shares = [deal([t.length for t in portion], worth, ways) for portion in answers]
+    shares = [deal_answers(portion, config, worth) for portion in answers]
     filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
     make = partial(to_sample, overlong_filter=filters, routes=routes, version=version, mask_old=masks)
     samples = exchange_samples(answers, shares, make, routes)
-    budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
+    budget, packing, shared = config.batch.tokens_per_micro_batch, config.batch.packing, config.batch.shared_min
     minibatches = []
     for groups, portion, by_rank, local in zip(portions, answers, shares, samples, strict=True):
-        batches = micro_batches(local, budget, pad_id, device, None, packing, ways, worth, image_token)
+        batches = micro_batches(local, budget, pad_id, device, None, packing, ways, worth, image_token, shared)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
         tokens = [t.trainable(filters, masks) for t in portion]
         minibatches.append(MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)), by_rank))
     return minibatches
+
+
+def deal_answers(answers: list[Answer], config: TrainConfig, worth: Callable[[int], int]) -> list[list[int]]:
+    """The positions of the answers that each rank trains on, ascending (`deal`). Collective."""
+    least = config.batch.shared_min
+    prefixes = None if least is None else Prefixes.of_answers(answers, least)
+    return deal([answer.length for answer in answers], worth, config.policy.sequence_parallel, prefixes)
 
 
 def to_sample(

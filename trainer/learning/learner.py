@@ -20,6 +20,7 @@ from trainer.learning.metrics import (
     engine_gap,
     gap_without_update,
     over_ranks,
+    share_metrics,
     stale_metrics,
     update_metrics,
 )
@@ -66,12 +67,15 @@ class Learner:
         routes, sizes = engine_routes(config, self.policy), self.policy.work.of
         device, worth = self.policy.device, sizes.tokens_worth
         minibatches = prepare(portions, config, self.pad_id, device, routes, version, worth, sizes.image_token)
+        metrics: Metrics = {}
+        if (least := config.batch.shared_min) is not None:
+            metrics |= share_metrics(minibatches, least)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self.reward_weights)
         algorithm = config.algorithm
         pulled = algorithm.kl_in_loss or algorithm.entropy_coef > 0 or algorithm.balance_coef > 0 or self._shared_critic
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
-        metrics = {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
+        metrics |= {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
         gap: Metrics = {}
         self.watched = []
         if not (signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)):

@@ -17,9 +17,10 @@ from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples
-from trainer.learning.batching import deal, micro_batches
-from trainer.learning.groups import to_sample
+from trainer.learning.batching import micro_batches
+from trainer.learning.groups import MiniBatch, deal_answers, to_sample
 from trainer.learning.policy_loss import split_by_age
+from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.learning.routes import engine_routes
 from trainer.types import Policy, UpdateStats
 
@@ -117,14 +118,48 @@ def gap_without_update(
         return {}
     ways, sizes = config.policy.sequence_parallel, policy.work.of
     worth, image_token = sizes.tokens_worth, sizes.image_token
-    shares = deal([t.length for t in chosen], worth, ways)
+    shares = deal_answers(chosen, config, worth)
     routes = engine_routes(config, policy)
     [samples] = exchange_samples([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
-    budget, packing = config.batch.tokens_per_micro_batch, config.batch.packing
-    batches = micro_batches(samples, budget, pad_id, policy.device, None, packing, ways, worth, image_token)
+    budget, packing, shared = config.batch.tokens_per_micro_batch, config.batch.packing, config.batch.shared_min
+    batches = micro_batches(samples, budget, pad_id, policy.device, None, packing, ways, worth, image_token, shared)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)
+
+
+def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
+    """Metrics of what a step's micro-batches compute once for several sequences. Collective.
+
+    - share/tokens: tokens that are computed, over the tokens of all sequences;
+    - share/nodes: number of stretches of tokens that are computed as one;
+    - share/split_groups: groups whose answers are in several micro-batches, each of which computes the prompt;
+    - share/lost_to_routes: tokens that are computed again only since a mixture routes them differently.
+    """
+    sums = dict.fromkeys(("computed", "logical", "nodes", "lost"), 0.0)
+    split = 0
+    for minibatch in minibatches:
+        group_of = [number for number, group in enumerate(minibatch.groups) for episode in group for _ in episode]
+        pieces = torch.zeros(len(minibatch.groups), dtype=torch.int64)
+        for batch in (batch for batch in minibatch.batches if batch.counts and batch.rows):
+            pieces[sorted({group_of[row] for row in batch.rows})] += 1
+            pack = batch.layout.pack
+            assert pack is not None and pack.tree is not None
+            sums["computed"] += sum(pack.lengths)
+            sums["logical"] += pack.tree.logical_tokens
+            sums["nodes"] += len(pack.lengths)
+            if batch.routes is not None:
+                rows = [ids[:size] for ids, size in zip(batch.input_ids.tolist(), batch.lengths, strict=True)]
+                same = Prefixes.of(list(map(token_bytes, rows)), least)
+                sums["lost"] += sum(pack.lengths) - same.cost(same.sorted(range(len(rows))))
+        split += int((sum_counts(pieces) > 1).sum())
+    sums = all_reduce_sum(sums)
+    return {
+        "share/tokens": sums["computed"] / max(1.0, sums["logical"]),
+        "share/nodes": sums["nodes"],
+        "share/split_groups": float(split),
+        "share/lost_to_routes": sums["lost"],
+    }
 
 
 def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:

@@ -28,11 +28,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from sharding.ranks import rank
-from trainer.config.model_file import PACKABLE_LAYERS, SHARED_LAYERS
+from trainer.config.model_file import BRANCHING_LAYERS, PACKABLE_LAYERS, SHARED_LAYERS
 from trainer.errors import UserError
 from trainer.model_structure import has_vision
 from trainer.policy.recurrent import recurrent_mixers
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
+from trainer.types import PrefixTree
 
 NAME = "hotbunk"
 """The value of `attn_implementation` under which Transformers finds `attention`.
@@ -68,6 +69,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,  # [S+1] int32, the index in T at which each sequence begins, and T; B is 1
     max_length_q: int = 0,  # the length of the longest of these sequences
     sequence_lengths: Sequence[int] = (),  # the lengths of all sequences, so that the host need not ask the device
+    tree: PrefixTree | None = None,  # the paths that the sequences, nodes of a trie, attend to; None: to themselves
     token_parts: Sequence[int] = (),  # number of tokens on each rank that shares them, T on this one; (): not shared
     s_aux: Tensor | None = None,  # [heads], the sinks
     softcap: float | None = None,  # the soft cap of the scores
@@ -86,47 +88,76 @@ def attention(
         sinks = None if s_aux is None else s_aux.chunk(ways)[rank() % ways]
         query, key, value = heads_for_tokens(token_parts, query, key, value)
         inner = partial(attention, module, query, key, value, attention_mask, dropout, scaling, sliding_window)
-        out, _ = inner(cu_seq_lens_q, max_length_q, sequence_lengths, s_aux=sinks, softcap=softcap)
+        out, _ = inner(cu_seq_lens_q, max_length_q, sequence_lengths, tree, s_aux=sinks, softcap=softcap)
         return tokens_for_heads(token_parts, out), None
     causal = partial(_causal, dropout=dropout, scale=scaling, window=sliding_window)
     if s_aux is not None or softcap is not None:
         causal = partial(_by_blocks, sinks=s_aux, cap=softcap, dropout=dropout, scale=scaling, window=sliding_window)
     if cu_seq_lens_q is None:
         return causal(query, key, value).transpose(1, 2).contiguous(), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    paths = sequence_lengths
+    starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    if tree is not None:
+        paths, starts, longest = tree.lengths, (cu_seq_lens_q, tree.starts), (max_length_q, max(tree.lengths))
+        k, v = Paths.apply(k, tree.ranges), Paths.apply(v, tree.ranges)
     if softcap is None and _kernel_takes(query, value, dropout):
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         if s_aux is not None:
-            return _KernelWithSinks.apply(q, k, v, s_aux, (cu_seq_lens_q, max_length_q, scaling, window)).unsqueeze(
-                0
-            ), None
-        starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+            return _KernelWithSinks.apply(q, k, v, s_aux, (starts, longest, scaling, window)).unsqueeze(0), None
         out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_OPTIONS)
         return cast(Tensor, out).unsqueeze(0), None
-    parts, start = [], 0
-    for length, run in groupby(sequence_lengths):
+    parts, first, first_key = [], 0, 0
+    for (length, path), run in groupby(zip(sequence_lengths, paths, strict=True)):
         count = len(list(run))
-        stretch = slice(start, start := start + count * length)
-        q, k, v = (x[0, :, stretch].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
-        parts.append(causal(q, k, v).transpose(1, 2).flatten(0, 1))
+        queries = q[first : (first := first + count * length)].unflatten(0, (count, length)).transpose(1, 2)
+        stretch = slice(first_key, first_key := first_key + count * path)
+        keys, values = (x[stretch].unflatten(0, (count, path)).transpose(1, 2) for x in (k, v))
+        parts.append(causal(queries, keys, values).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).unsqueeze(0), None
+
+
+class Paths(torch.autograd.Function):
+    """The rows [L, ...] of a tree's paths from those of its nodes [N, ...].
+
+    Backward adds range after range, in float32 or wider: an index with repetitions would have its gradients added in
+    another order each time on CUDA, and rounded to bfloat16 after each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranges: list[list[tuple[int, int]]]) -> Tensor:
+        ctx.ranges, ctx.shape = ranges, rows.shape
+        return torch.cat([rows[begin:end] for path in ranges for begin, end in path])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total, first = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32)), 0
+        for begin, end in (item for path in ctx.ranges for item in path):
+            total[begin:end] += grad[first : (first := first + end - begin)]
+        return total.to(grad.dtype), None
 
 
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention over sequences of one length; the result is [B, heads, T, D] like the query."""
+    """Causal attention over sequences of one length; the result is [B, heads, T, D] like the query.
+
+    There may be more keys than queries, which are those of the last T positions.
+    """
     length, grouped, band = query.shape[2], query.shape[1] != key.shape[1], None
-    if window is not None and length > window:
-        band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    past = key.shape[2] - length
+    if past or (window is not None and length > window):
+        band = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(past)
+        band = band if window is None else band.triu(past + 1 - window)
     return scaled_dot_product_attention(
         query, key, value, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scale, enable_gqa=grouped
     )
 
 
 def _by_blocks(
-    query: Tensor,  # [B, heads, T, D]; the result is like it
-    key: Tensor,
+    query: Tensor,  # [B, heads, T, D], the last T positions; the result is like it
+    key: Tensor,  # [B, groups of heads, C, D]
     value: Tensor,
     sinks: Tensor | None,
     cap: float | None,
@@ -135,13 +166,15 @@ def _by_blocks(
     window: int | None,
 ) -> Tensor:
     """Causal attention with sinks or a soft cap, in blocks of queries whose scores backward computes again."""
-    length, parts = query.shape[2], []
-    rows = max(1, _SCORES // (query.shape[0] * query.shape[1] * length))
+    length, keys, parts = query.shape[2], key.shape[2], []
+    past = keys - length
+    rows = max(1, _SCORES // (query.shape[0] * query.shape[1] * keys))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     for start in range(0, length, rows):
-        stop, first = min(start + rows, length), 0 if window is None else max(0, start + 1 - window)
-        tensors = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], sinks
-        settings = cap, dropout, scale, window or length
+        stop = min(start + rows, length)
+        seen = slice(0 if window is None else max(0, past + start + 1 - window), past + stop)
+        tensors = query[:, :, start:stop], key[:, :, seen], value[:, :, seen], sinks
+        settings = cap, dropout, scale, window or keys
         parts.append(checkpoint(_block, *tensors, *settings, use_reentrant=False, preserve_rng_state=dropout > 0))
     return torch.cat(parts, dim=2)
 
@@ -176,7 +209,7 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class _KernelWithSinks(torch.autograd.Function):
-    """FlashAttention over sequences end to end, [N, heads, D], with a sink for each head.
+    """FlashAttention over sequences end to end, queries [N, heads, D], with a sink for each head.
 
     With p the softmax that includes the sink, and delta = grad . out, the gradient of a score is p (grad_p - delta), as
     without a sink, and that of a sink, whose value is zero, is the sum of -p_sink delta over the queries.
@@ -187,7 +220,7 @@ class _KernelWithSinks(torch.autograd.Function):
         starts, longest, scale, (left, right) = settings
         splits = {name: count for name, count in _OPTIONS.items() if name == "num_splits"}
         ctx.options = {"scale": scale, "window_size_left": left, "window_size_right": right}
-        ctx.sequences = starts, starts, longest, longest, 0.0, False
+        ctx.sequences = *starts, *longest, 0.0, False
         out, lse, *rest, _ = _flash_forward(query, key, value, *ctx.sequences, False, **ctx.options, **splits)
         column = sinks.float().unsqueeze(1)  # lse is [heads, N] float32
         out = (out * torch.sigmoid(lse - column).t().unsqueeze(2)).to(query.dtype)
@@ -265,6 +298,21 @@ def require_sharing(model: PreTrainedModel, images: bool = False) -> None:
     if obstacle is not None:
         key = "policy.sequence_parallel is above 1"
         raise UserError(f"{key}, but {type(model).__name__} {obstacle}: set it to 1")
+
+
+def require_branches(model: PreTrainedModel, images: bool = False) -> None:
+    """Raises UserError if sequences, some of them with `images`, cannot share the computation of a common beginning."""
+    config = model.config.get_text_config()
+    obstacle, kinds = packing_obstacle(model, images), set(getattr(config, "layer_types", None) or ())
+    if obstacle is None and (recurrent_mixers(model) or kinds - set(BRANCHING_LAYERS)):
+        obstacle = "has recurrent layers, whose state would have to be handed to each branch"
+    if obstacle is None and config._attn_implementation != NAME:
+        obstacle = "computes its attention in its own way"
+    drops = (name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0)
+    if obstacle is None and (config.to_dict().get("attention_dropout") or next(drops, None) is not None):
+        obstacle = "has dropout, which would be the same for all sequences with a common beginning"
+    if obstacle is not None:
+        raise UserError(f"batch.share_prefixes is true, but {type(model).__name__} {obstacle}: set it to false")
 
 
 def require_packing(model: PreTrainedModel, images: bool = False) -> None:

@@ -1,10 +1,12 @@
 """The modules to train: a causal language model that returns log-probabilities, and a trunk that returns values."""
 
 from dataclasses import replace
+from operator import sub
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -13,7 +15,7 @@ from transformers import (
 )
 
 from trainer.model_structure import ModelFlops, Work, attended, has_vision, model_flops
-from trainer.policy.attention import require_packing
+from trainer.policy.attention import require_branches, require_packing
 from trainer.policy.head import logits_of
 from trainer.policy.logprobs import Logits, target_logprobs
 from trainer.policy.recurrent import SequenceRows
@@ -41,7 +43,7 @@ class TrunkModule(nn.Module):
         self.model, self.vision = model, vision
         self.work = Work(sizes_of(model, vision))
         self.rows = SequenceRows(model)
-        self._packable = False  # True once `require_packing` has found it so
+        self._packable = self._branches = False  # True once `require_packing` and `require_branches` have found it so
 
     def states_of(self, inputs: Tensor, states: Tensor, packing: Packing, images: ImageInputs = None) -> Tensor:
         """The hidden states [K, H] from which targets are predicted.
@@ -53,14 +55,43 @@ class TrunkModule(nn.Module):
         if packing and not self._packable:
             require_packing(trunk)
             self._packable = True
+        if "tree" in packing and not self._branches:
+            require_branches(trunk)
+            self._branches = True
         self.rows.lengths = packing.get("sequence_lengths", ())
         if images is None or self.vision is None:
             every = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
         else:
             every = self.vision.hidden(inputs, images, packing)
-        hidden = every.flatten(0, 1).index_select(0, states)
-        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), images["patches"] if images else 0)
+        select = _SharedStates.apply if "tree" in packing else torch.index_select
+        hidden: Tensor = select(every.flatten(0, 1), 0, states)
+        patches, logical = images["patches"] if images else 0, None
+        if "tree" in packing:  # ranks that share the tokens count equal parts
+            logical = packing["tree"].logical_tokens * inputs.numel() // sum(packing["sequence_lengths"])
+        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), patches, logical)
         return hidden
+
+
+class _SharedStates(torch.autograd.Function):
+    """`index_select` with indices that may repeat: the state at a prompt's end predicts the first token of each answer.
+
+    Backward adds in one order, also on CUDA, where `index_put_` sorts the indices and `index_add_` uses atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, dim: int, states: Tensor) -> Tensor:
+        ctx.save_for_backward(states)
+        ctx.shape = hidden.shape
+        return hidden.index_select(dim, states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (states,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        wide = grad.to(total.dtype)
+        total = total.index_put_((states,), wide, True) if grad.is_cuda else total.index_add_(0, states, wide)
+        return total.to(grad.dtype), None, None
 
 
 class PolicyModule(TrunkModule):
@@ -168,6 +199,8 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, Packing]:
         "max_length_k": longest,
         "sequence_lengths": pack.lengths,
     }
+    if pack.tree is not None:
+        packing["tree"] = pack.tree
     if len(pack.parts) > 1:
         packing["token_parts"] = pack.parts
     return batch.input_ids.flatten().index_select(0, pack.tokens).unsqueeze(0), packing
@@ -176,7 +209,11 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, Packing]:
 def _pairs(inputs: Tensor, packing: Packing) -> float:
     """The number of `attended` pairs, padding included if there are no lengths; ranks that share count equal parts."""
     lengths = packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
-    return attended(lengths) / len(packing.get("token_parts", [0]))
+    pairs = attended(lengths)
+    if "tree" in packing:  # what is after a beginning attends to it, too
+        paths = packing["tree"].lengths
+        pairs = attended(paths) - attended(list(map(sub, paths, lengths)))
+    return pairs / len(packing.get("token_parts", [0]))
 
 
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:

@@ -165,7 +165,7 @@ class Routing:
         self.gradient_scale = gradient_scale
         self.groups: int = getattr(model.config.get_text_config(), "n_group", None) or 1
         self.rows: Tensor | None = None  # [N, layers, k] of the model's N input tokens; None: the router decides
-        self.real = torch.empty(0, dtype=torch.bool)  # [N], False for padding
+        self.samples = torch.empty(0, dtype=torch.int64)  # [N], see `samples_of`
         self.pull: Tensor | None = None  # [layers, experts] float32, see `balance`
         self._done: set[int] = set()  # layers computed so far; a second pass recomputes them and does not count
         self._taken: dict[int, Tensor] = {}
@@ -192,7 +192,7 @@ class Routing:
         """Prepares for the forward and backward of a micro-batch, with its routes if it has any."""
         device = batch.input_ids.device
         self.rows = None if batch.routes is None else batch.routes.to(device, non_blocking=True)
-        self.real = real_inputs(batch).to(device, non_blocking=True)
+        self.samples = samples_of(batch).to(device, non_blocking=True)
         self._done, self._taken = set(), {}
         if self._loads.device != device:
             self._loads, self._differ, self._pulled = (t.to(device) for t in (self._loads, self._differ, self._pulled))
@@ -228,10 +228,10 @@ class Routing:
 
     @torch.no_grad()
     def _count(self, position: int, choice: Tensor, used: Tensor) -> None:
-        real = self.real.long().unsqueeze(-1).expand_as(used)
-        self._loads[position].index_add_(0, used.flatten(), real.flatten())  # bincount would wait for a GPU
+        samples = self.samples.unsqueeze(-1).expand_as(used)
+        self._loads[position].index_add_(0, used.flatten(), samples.flatten())  # bincount would wait for a GPU
         if choice is not used:
-            self._differ += ((choice.sort(-1).values != used.sort(-1).values).any(-1) & self.real).sum()
+            self._differ += ((choice.sort(-1).values != used.sort(-1).values).any(-1) * self.samples).sum()
         if self.record:
             self._taken[position] = used.to(self.format.dtype)
 
@@ -243,8 +243,8 @@ class Routing:
         if position not in self._done:
             with torch.no_grad():
                 probabilities = logits.float().softmax(-1)
-                self._pulled += ((probabilities @ weights) * self.real).sum().double()
-        pulled: Tensor = _Pull.apply(logits, weights * self.gradient_scale, self.real)
+                self._pulled += ((probabilities @ weights) * self.samples).sum().double()
+        pulled: Tensor = _Pull.apply(logits, weights * self.gradient_scale, self.samples)
         return pulled
 
 
@@ -266,17 +266,23 @@ def loads_of(batches: list[MicroBatch], format: RouteFormat) -> Tensor:
     loads = torch.zeros(len(format.layers), format.experts, dtype=torch.int64)
     for batch in batches:
         if batch.rows and batch.routes is not None:
-            rows = batch.routes[real_inputs(batch)].long()
+            rows, samples = batch.routes.long(), samples_of(batch).unsqueeze(-1).expand(-1, format.top_k)
             for position, counts in enumerate(loads):
-                counts += rows[:, position].flatten().bincount(minlength=format.experts)
+                counts.index_add_(0, rows[:, position].flatten(), samples.flatten())
     return loads
 
 
-def real_inputs(batch: MicroBatch) -> Tensor:
-    """True for each token of the model's input that belongs to a sample and is not padding, [N] bool, on the host."""
-    sizes, pack = [length - 1 if batch.rows else 0 for length in batch.lengths], batch.layout.pack
+def samples_of(batch: MicroBatch) -> Tensor:
+    """The number of samples that have each token of the model's input, 0 for padding: [N] int64, on the host.
+
+    It is 1 for the tokens of a sequence, and more only where beginnings are computed once for several samples.
+    """
+    pack = batch.layout.pack
+    if pack is not None and pack.tree is not None:
+        return pack.local(torch.tensor(pack.tree.rows).repeat_interleave(torch.tensor(pack.lengths)))
+    sizes = [length - 1 if batch.rows else 0 for length in batch.lengths]
     widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
-    real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)])
+    real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)]).long()
     return real if pack is None else pack.local(real)
 
 
@@ -305,17 +311,17 @@ class _Choice(TorchFunctionMode):
 
 
 class _Pull(torch.autograd.Function):
-    """The identity; backward adds the gradient of the sum over real tokens of weights · softmax(logits)."""
+    """The identity; backward adds the gradient of the sum over samples' tokens of weights · softmax(logits)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, weights: Tensor, real: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, weights, real)
+    def forward(ctx: Any, logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, weights, samples)
         return logits.view_as(logits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, weights, real = ctx.saved_tensors
+        logits, weights, samples = ctx.saved_tensors
         p = logits.float().softmax(-1)
-        pull = p * (weights - (p @ weights).unsqueeze(-1)) * real.unsqueeze(-1)
+        pull = p * (weights - (p @ weights).unsqueeze(-1)) * samples.unsqueeze(-1)
         return grad + pull.to(grad.dtype), None, None

@@ -44,6 +44,29 @@ def problems(config: dict, changes: dict | None = None, command: str = "train", 
     return []
 
 
+@pytest.mark.parametrize(
+    ("changes", "model", "sentence"),
+    [
+        ({"batch": {"packing": False}}, {}, "batch.packing is false, which pads whole sequences"),
+        ({"policy": {"backend": "deepspeed"}}, {}, "policy.backend is deepspeed, with which it is untested"),
+        ({"model": {"attn_implementation": "eager"}}, {}, "model.attn_implementation is 'eager', which does not take"),
+        ({}, {"layer_types": ["full_attention", "mamba"]}, r"model.path has layers \(mamba\) whose state at a branch"),
+        ({}, {"layer_types": ["linear_attention"]}, r"model.path has layers \(linear_attention\) whose state"),
+        ({}, {"attention_dropout": 0.1}, "model.path has attention_dropout, which would drop the same"),
+        ({}, {"resid_pdrop": 0.1}, "model.path has resid_pdrop, which would drop the same"),
+    ],
+)
+def test_what_cannot_share_beginnings_is_refused(
+    config: dict, tmp_path: Path, changes: dict, model: dict, sentence: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | model))
+    sharing = {"batch": {"share_prefixes": True} | changes.get("batch", {})}
+    found = [problem for problem in problems(config, changes | sharing) if "share_prefixes" in problem]
+    assert len(found) == 1 and re.search(rf"batch.share_prefixes is true, but {sentence}.*: set it to false", found[0])
+    assert not [problem for problem in problems(config, changes) if "share_prefixes" in problem]
+    assert not problems(config, {"batch": {"share_prefixes": True}}) or model
+
+
 def test_valid_recipes_have_no_problems(config: dict) -> None:
     assert problems(config) == []
     assert problems(config, WORLD_SIZE="8") == []

@@ -66,11 +66,17 @@ def learned(
     budget: int,
     ways: int = 1,
     change: Callable[[list[Trajectory]], list[Trajectory]] = list,
+    shared: bool = False,
 ) -> tuple[Tensor, Metrics]:
     """Returns the weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
     config = make_config(
         algorithm=algorithm,
-        batch={"updates_per_step": updates, "tokens_per_micro_batch": budget},
+        batch={
+            "updates_per_step": updates,
+            "tokens_per_micro_batch": budget,
+            "share_prefixes": shared,
+            "shared_tokens_min": 1,
+        },
         sampling={"max_tokens": 6, "temperature": 0.8},
         policy={"sequence_parallel": ways},
     )
@@ -102,6 +108,28 @@ def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: 
             where = (loss, aggregation, ranks, ways)
             torch.testing.assert_close(other, table, rtol=1e-5, atol=1e-7, msg=str(where))
             assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), where
+
+
+@pytest.mark.parametrize("choice", ["group", "shared critic", "stale", "decisive"])
+def test_the_learner_learns_the_same_if_answers_share_beginnings(choice: str) -> None:
+    """Groups are dealt out whole or cut; every figure is the same, and what is shared is counted."""
+
+    def with_prompts(step: list[Trajectory]) -> list[Trajectory]:
+        for trajectory in step:
+            trajectory.prompt_ids = [1 + trajectory.prompt_index] * 12
+        return step
+
+    table, metrics = learned(choice, CHOICES[choice], updates=2, seed=3, ranks=1, budget=60, change=with_prompts)
+    for ranks, ways in ((1, 1), (2, 1), (3, 1), (4, 2)):
+        where = {"ranks": ranks, "ways": ways, "change": with_prompts, "shared": True}
+        other, figures = learned(choice, CHOICES[choice], updates=2, seed=3, budget=60, **where)
+        torch.testing.assert_close(other, table, rtol=1e-6, atol=1e-7)
+        share = {name: value for name, value in figures.items() if name.startswith("share/")}
+        assert {name: value for name, value in figures.items() if name not in share} == pytest.approx(
+            metrics, rel=1e-5, abs=1e-6
+        )
+        assert 0.2 < share["share/tokens"] < 0.9 and share["share/nodes"] > 4 and share["share/lost_to_routes"] == 0
+        assert share["share/split_groups"] <= 4
 
 
 @pytest.mark.parametrize("choice", CHOICES)
