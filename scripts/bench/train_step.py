@@ -10,8 +10,11 @@
             Gradient checkpointing is off on both sides.
     padded  FsdpPolicy.update with the learner's own loss, sequences sorted by length and padded within micro-batches
     packed  the same without padding
+    shared  packed, with each prompt computed once for its --group of answers
 
-Lengths are log-normal. All three take the same loss (GRPO, mean over answers of means over tokens), and their first
+Lengths are log-normal; with --group, prompts have --prompt tokens, and answers 64 to 128.
+
+All take the same loss (GRPO, mean over answers of means over tokens), and their first
 steps must agree on the norm of its gradient. Tokens are real ones, prompts included. The last column relates the
 arithmetic that the real tokens need (6 operations for each weight and token, the output head's for answers only;
 attention, which is little at these lengths, left out) to what the machine does in a plain matrix product. Peak memory
@@ -60,7 +63,7 @@ from trainer.policy.fsdp import FsdpPolicy
 from trainer.types import Sample
 
 GIB = 2**30
-VARIANTS = ("TRL", "padded", "packed")
+VARIANTS = ("TRL", "padded", "packed", "shared")
 Step = Callable[[], float]
 """An optimizer step; returns the norm of its gradient."""
 
@@ -90,6 +93,16 @@ class Answers:
             [draw.gauss(0.0, 1.0) for _ in range(count)],
         )
 
+    @classmethod
+    def groups(cls, count: int, group: int, prompt: int, vocabulary: int) -> "Answers":
+        """Draws groups of answers of 64 to 128 tokens to prompts of `prompt` tokens."""
+        draw = random.Random(0)
+        prompts = [draw.choices(range(vocabulary), k=prompt) for _ in range(count // group)]
+        answers = [draw.choices(range(vocabulary), k=draw.randint(64, 128)) for _ in range(count)]
+        return cls(
+            [ids for ids in prompts for _ in range(group)], answers, [draw.gauss(0.0, 1.0) for _ in range(count)]
+        )
+
     @property
     def tokens(self) -> int:
         """The number of tokens without padding."""
@@ -101,7 +114,7 @@ class Answers:
         return sum(map(len, self.answers))
 
 
-def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool) -> Step:
+def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool, shared_min: int | None = None) -> Step:
     """Returns the step as the learner makes it."""
     samples = [
         Sample(p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p + a))
@@ -110,7 +123,7 @@ def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool) -> Step
     algorithm = AlgorithmConfig.model_validate({"aggregation": "sequence_mean", "tis_cap": None})
 
     def step() -> float:
-        batches = micro_batches(samples, budget, 0, policy.device, packing=packing)
+        batches = micro_batches(samples, budget, 0, policy.device, packing=packing, shared_min=shared_min)
         for micro in batches:
             micro.advantages += torch.tensor(batch.advantages, device=policy.device)[micro.rows, None]
         loss = PolicyLoss(algorithm, MiniBatch([], batches, batch.scored, len(samples)), longest=0)
@@ -189,11 +202,15 @@ def main() -> None:
     init_process_group(3600, device.type)
     folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
     policy = random_policy(folder, options.dtype, device, lr=1e-19)  # every variant's first step has the same weights
-    batch = Answers.random(options.sequences, options.longest, PRESETS[options.preset][-1])
+    vocabulary = PRESETS[options.preset][-1]
+    batch = Answers.random(options.sequences, options.longest, vocabulary)
+    if options.group > 1:
+        batch = Answers.groups(options.sequences, options.group, options.prompt, vocabulary)
     makers: dict[str, Callable[[], Step]] = {
         "TRL": lambda: trl(twin(policy, folder), batch, options.rows),
         "padded": lambda: ours(policy, batch, options.budget, packing=False),
         "packed": lambda: ours(policy, batch, options.budget, packing=True),
+        "shared": lambda: ours(policy, batch, options.budget, packing=True, shared_min=64),
     }
     steps = {name: makers[name]() for name in options.variants}
     norms, times, peaks = {}, defaultdict(list), {}
@@ -254,10 +271,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest possible answer")
     parser.add_argument("--rows", type=int, default=4, help="answers in one of TRL's micro-batches")
     parser.add_argument("--budget", type=int, default=4096, help="tokens in one of our micro-batches")
-    parser.add_argument(
-        "--variants", nargs="+", choices=["TRL", "padded", "packed"], default=["TRL", "padded", "packed"]
-    )
+    parser.add_argument("--group", type=int, default=1, help="answers to each prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, with --group")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all, and shared with --group")
     options = parser.parse_args()
+    options.variants = options.variants or list(VARIANTS if options.group > 1 else VARIANTS[:-1])
+    if options.sequences % options.group:
+        parser.error("--sequences must be a multiple of --group")
     if options.sequences % options.rows:
         parser.error("--sequences must be a multiple of --rows: TRL weighs answers by their micro-batch's size")
     return options

@@ -25,7 +25,7 @@ from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.layouts import comparison
 from trainer.estimates.memory import GIB, engine_parts, over_budget, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
-from trainer.estimates.time import Lengths, step_costs, step_flops
+from trainer.estimates.time import Lengths, step_costs, step_flops, update_amount
 from trainer.run.screen import make_console
 
 
@@ -70,8 +70,10 @@ def main(arguments: argparse.Namespace) -> int:
     model = model_sizes(config, config.model.path, config.lora)
     training = training_ranks(config, ranks)
     console.print(memory_table(config, model, training, total))
+    lengths = answer_tokens(config, arguments)
+    if config.batch.share_prefixes:
+        console.print(sharing(config, model, training, lengths))
     if gpu is not None:
-        lengths = answer_tokens(config, arguments)
         console.print(seconds_table(config, model, ranks, gpu, lengths))
         for sentence in comparison(config, model, ranks, gpu, lengths) if ranks > 1 else ():
             console.print(sentence)
@@ -155,6 +157,17 @@ def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths
         if not 1 <= value <= most[name]:
             raise UserError(f"--{name}-tokens is {value:g}, but the recipe allows 1 to {most[name]}: choose from these")
     return Lengths(**means)
+
+
+def sharing(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> str:
+    """A sentence about what updates compute if prompts are computed once for all answers of a group."""
+    whole = config.model_copy(update={"batch": config.batch.model_copy(update={"share_prefixes": False})})
+    tokens, every = (update_amount(recipe, ranks, lengths)[0] for recipe in (config, whole))
+    ratio = step_flops(whole, model, ranks, lengths) / step_flops(config, model, ranks, lengths)
+    return (
+        f"Prompts of {lengths.prompt:g} tokens computed once for answers of {lengths.answer:g}: {tokens:,.0f} of a "
+        f"rank's {every:,.0f} tokens in a step ({every / tokens:.2f} x fewer), {ratio:.2f} x fewer operations"
+    )
 
 
 def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:

@@ -27,6 +27,7 @@ from trainer.estimates.model_sizes import (
     ModelSizes,
     answers_per_update,
     compute_width,
+    computed_prompts,
     longest,
     model_sizes,
     shard,
@@ -329,7 +330,9 @@ def _activation_bytes(
     ways = policy.sequence_parallel  # each of the ranks that share has all images
     row = longest(config) + math.ceil(ways * model.flops.image_token * config.data.max_prompt_tokens)
     largest = max(config.batch.tokens_per_micro_batch, row)
-    tokens = min(largest, share * row) / ways
+    prompts = math.ceil(computed_prompts(config, share, config.data.max_prompt_tokens))
+    every = share * row - (share - prompts) * (row - config.sampling.max_tokens)
+    tokens = min(largest, every) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
     again = recomputed_layers(policy, model)
     kept = again * w * hidden + (model.layers - again) * layer
@@ -337,5 +340,6 @@ def _activation_bytes(
     last_again = policy.activation_checkpointing == "full" or again > model.layers - again
     working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
     working += 2 * w * sum(attention_elements(policy, model)) if ways > 1 else 0
-    targets = tokens * config.sampling.max_tokens / longest(config)
+    once = prompts * config.data.max_prompt_tokens + share * config.sampling.max_tokens
+    targets = tokens * share * config.sampling.max_tokens / once
     return targets, tokens * kept, (tokens * (_FLOAT32 + w) + targets * w) * hidden, tokens * working

@@ -138,3 +138,9 @@ def answers_per_update(config: TrainConfig, ranks: int) -> int:
     """The answers of the largest update on the rank, or the ranks that share micro-batches, with the most."""
     prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
     return math.ceil(prompts * config.algorithm.group_size / max(1, ranks // config.policy.sequence_parallel))
+
+
+def computed_prompts(config: TrainConfig, answers: float, prompt: float) -> float:
+    """The prompts of this many tokens that updates on answers compute: one for each answer, or for each group."""
+    least = config.batch.shared_min
+    return answers if least is None or prompt < least else answers / config.algorithm.group_size

@@ -15,7 +15,7 @@ from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import attention_elements, engine_dtype, kv_token_bytes, layer_bytes, recomputed_layers
-from trainer.estimates.model_sizes import ModelSizes, compute_width, shard, shards_of
+from trainer.estimates.model_sizes import ModelSizes, compute_width, computed_prompts, shard, shards_of
 from trainer.model_structure import attended
 
 MATMUL = 0.68
@@ -126,7 +126,7 @@ def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
 
 def step_flops(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> float:
     """The operations of a step's updates on each rank, as MFU counts them, without recomputation."""
-    amount = _amount(config, ranks, lengths)
+    amount = update_amount(config, ranks, lengths)
     passes = config.algorithm.num_iterations
     return passes * (model.flops.forward(*amount) + model.flops.backward(*amount))
 
@@ -197,7 +197,7 @@ def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int
 def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[Cost]:
     """The times of forward and backward over all micro-batches, of gathers and reductions, and of optimizer steps."""
     policy, algorithm, shards = config.policy, config.algorithm, shards_of(config.policy, ranks)
-    tokens, targets, pairs = _amount(config, ranks, lengths)
+    tokens, targets, pairs = update_amount(config, ranks, lengths)
     passes, compute, memory = algorithm.num_iterations, MATMUL * gpu.flops, MEMORY * gpu.memory_rate
     share = recomputed_layers(policy, model) / model.layers
     trunk = model.flops.forward(tokens, 0, pairs)
@@ -277,8 +277,9 @@ def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
     return size * (ranks - 1) / ranks / (LINKS * rate) + calls * HOP * (ranks - 1)
 
 
-def _amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, float, float]:
+def update_amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, float, float]:
     """The average tokens, targets and attended pairs of a step on each rank."""
     answers = config.batch.prompts_per_step * config.algorithm.group_size / ranks
-    length = lengths.prompt + lengths.answer
-    return answers * length, answers * lengths.answer, answers * attended([length])
+    prompts, targets = computed_prompts(config, answers, lengths.prompt), answers * lengths.answer
+    pairs = answers * attended([lengths.prompt + lengths.answer]) - (answers - prompts) * attended([lengths.prompt])
+    return prompts * lengths.prompt + targets, targets, pairs

@@ -344,6 +344,29 @@ def test_problems_are_printed_after_the_plan(
     assert ("answers a step" in captured.out) == planned
 
 
+def test_a_plan_says_how_much_prompts_computed_once_save(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A group of 8 answers of 4 tokens to a prompt of 100 has 832 tokens, of which 132 are computed."""
+    sizes = ["--data.max_prompt_tokens", "100", "--sampling.max_tokens", "8", "--eval.max_tokens", "8"]
+    sizes += ["--engine.max_model_len", "128", "--algorithm.group_size", "8", "--batch.prompts_per_step", "2"]
+    sizes += ["--batch.updates_per_step", "1"]
+    lengths = ["--prompt-tokens", "100", "--answer-tokens", "4", "--batch.share_prefixes", "true"]
+    assert main(["plan", str(written), *sizes, *lengths]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "264 of a rank's 1,664 tokens in a step (6.30 x fewer)" in printed
+
+
+def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Path) -> None:
+    """A budget beyond everything: activations are those of computed tokens."""
+    needed = []
+    for share in (False, True):
+        batch = {"tokens_per_micro_batch": 10**6, "prompts_per_step": 2, "share_prefixes": share}
+        sizes = {"data": {"max_prompt_tokens": 400}, "sampling": {"max_tokens": 100}, "algorithm": {"group_size": 8}}
+        config = recipe(tiny_qwen2, batch=batch, **sizes)
+        parts = trainer_parts(config, model_sizes(config, config.model.path, config.lora), 1, 80.0)
+        needed.append(sum(part.training for part in parts if "activations" in part.name))
+    assert 0.1 < needed[1] / needed[0] < 0.5
+
+
 def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

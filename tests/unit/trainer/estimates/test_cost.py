@@ -67,6 +67,17 @@ def test_the_time_of_products_follows_from_their_operations(tiny_qwen2: Path) ->
     assert step_flops(kept, BILLION, 4, LENGTHS) == pytest.approx(3 * once)
 
 
+def test_prompts_computed_once_cost_their_operations_once(tiny_qwen2: Path) -> None:
+    """64 prompts of 100 tokens instead of 512, on 4 ranks; 100 are fewer than shared_tokens_min in the second."""
+    plan = config(tiny_qwen2, batch={"share_prefixes": True})
+    tokens, targets = 16 * 100 + 128 * 300, 38_400
+    pairs = 16 * 100 * 101 / 2 + 128 * (400 * 401 - 100 * 101) / 2
+    once = 2 * (819_200_000 * tokens + 204_800_000 * targets) + 4 * 20_480 * pairs
+    assert step_flops(plan, BILLION, 4, LENGTHS) == pytest.approx(3 * once)
+    short = config(tiny_qwen2, batch={"share_prefixes": True, "shared_tokens_min": 101})
+    assert step_flops(short, BILLION, 4, LENGTHS) == step_flops(config(tiny_qwen2), BILLION, 4, LENGTHS)
+
+
 def test_an_engine_reads_its_weights_for_each_token_and_more_slots_take_fewer_steps(tiny_qwen2: Path) -> None:
     slow = replace(GPU, memory_rate=1e11)  # so that nothing else counts
     weights = 2 * BILLION.total / 0.85e11
