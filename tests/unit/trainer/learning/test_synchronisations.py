@@ -152,6 +152,20 @@ def test_forward_does_not_wait_for_the_gpu(packing: bool, dtype: torch.dtype, mo
     assert waits.operations > 100 and not waits.counts
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_paths_of_a_tree_do_not_wait_for_the_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the variable-length kernel takes paths that are longer than the queries."""
+    policy = PolicyModule(build(dtype=dtype))
+    samples = [Sample([1, 2, 3, 4, 5, answer, 6], [0] * 5 + [1] * 2, [0.0] * 7) for answer in range(1, 5)]
+    (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing=True, shared_min=3)
+    with a_gpu(monkeypatch, policy) as waits:
+        there = batch.to("cuda")
+        with waits:
+            result = outputs(policy, there, 0.7)
+    assert result.logprobs.device.type == "cuda" and result.logprobs.shape == (4, 6)
+    assert waits.operations > 50 and not waits.counts
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_loss_waits_for_the_gpu(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     batch, config = a_batch(packing=True), AlgorithmConfig(**case)

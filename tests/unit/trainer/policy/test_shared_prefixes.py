@@ -189,6 +189,17 @@ def _count_tokens(seen: list[int], _: nn.Module, args: tuple[Tensor, ...]) -> No
     seen.append(args[0].shape[:-1].numel())
 
 
+def test_in_bfloat16_gradients_are_as_near_to_float32_as_those_of_packs() -> None:
+    samples = group(16, 60, [9, 14], seed=2)
+    exact = computed(make_module(), cut(samples, shared=None), samples)
+    distances = []
+    for shared in (None, LEAST):
+        rounded = computed(make_module(dtype=torch.bfloat16), cut(samples, shared=shared), samples)
+        parts = [(rounded[name].float() - exact[name]).norm() for name in exact if not name.startswith("output")]
+        distances.append(float(torch.stack(parts).norm()))
+    assert distances[1] <= 1.5 * distances[0], distances
+
+
 def test_both_gathers_add_repeated_rows_in_float32() -> None:
     """256 and then 255 ones: bfloat16 alone has no 257, so sums of single terms would stay at 256."""
     rows = torch.ones(3, 2, dtype=torch.bfloat16, requires_grad=True)
