@@ -1,6 +1,6 @@
 """Types that the trainer's packages share: samples, micro-batches, and the interface of a policy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -84,25 +84,25 @@ class PrefixTree:
     ranges: list[list[tuple[int, int]]]  # for each path, from the root, the ranges of its tokens among those of a pack
     lengths: list[int]  # the number of tokens of each path
     starts: Tensor  # [S+1] int32, the index among the L tokens at which each path begins, and L
-    rows: list[int]  # for each node, the number of sequences that have its tokens
+    trie: Trie  # the nodes, and the sequences' last ones
     logical_tokens: int  # the tokens of all sequences, each counted for every sequence that has it
 
     @classmethod
-    def of(cls, nodes: Sequence[PrefixNode], starts: list[int]) -> "PrefixTree":
-        """Returns the paths of nodes, parents before children, that begin at these indices [S+1] in a pack.
+    def of(cls, trie: Trie, starts: list[int]) -> "PrefixTree":
+        """Returns the paths of a trie's nodes, which begin at these indices [S+1] in a pack.
 
         Example: a prompt of 4 tokens with answers of 2 and 3 has starts [0, 4, 6, 9] and the paths [(0, 4)], [(0, 6)],
         and [(0, 4), (6, 9)], of 4, 6 and 7 tokens.
         """
         ranges: list[list[tuple[int, int]]] = []
-        for node, (begin, end) in zip(nodes, pairwise(starts), strict=True):
+        for node, (begin, end) in zip(trie[0], pairwise(starts), strict=True):
             above = ranges[node.parent] if node.parent >= 0 else []
             if above and above[-1][1] == begin:
                 *above, (begin, _) = above
             ranges.append([*above, (begin, end)])
-        lengths, rows = [node.end for node in nodes], [node.rows for node in nodes]
-        logical = sum(node.rows * (node.end - node.begin) for node in nodes)
-        return cls(ranges, lengths, torch.tensor([0, *lengths]).cumsum(0).int(), rows, logical)
+        lengths = [node.end for node in trie[0]]
+        logical = sum(node.rows * (node.end - node.begin) for node in trie[0])
+        return cls(ranges, lengths, torch.tensor([0, *lengths]).cumsum(0).int(), trie, logical)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Layout:
         rows, columns = targets // width, targets % width
         positions = torch.cat([torch.arange(node.begin, node.end) for node in nodes])
         tokens = positions + torch.tensor([n.row for n in nodes]).repeat_interleave(torch.tensor(sizes)) * (width + 1)
-        states = starts[rows] + columns if trie is None else _indices(*trie, starts, width)[rows, columns]
+        states = starts[rows] + columns if trie is None else pack_indices(trie, starts, width)[rows, columns]
         missing = ways - len(tokens)
         if missing > 0:  # Transformers' modules need a token on each rank: add a sequence whose outputs are not used
             nodes, sizes = [*nodes, PrefixNode(0, 0, missing, -1, 0)], [*sizes, missing]
@@ -179,13 +179,14 @@ class Layout:
         ends = [len(tokens) * part // ways for part in range(ways + 1)]
         parts, mine = [end - begin for begin, end in pairwise(ends)], slice(ends[place], ends[place + 1])
         here = (states >= mine.start) & (states < mine.stop)
-        tree = None if trie is None else PrefixTree.of(nodes, starts.tolist())
+        tree = None if trie is None else PrefixTree.of((nodes, trie[1]), starts.tolist())
         pack = Pack(tokens[mine], positions[mine], starts.int(), sizes, parts, mine.start, tree)
         return cls(targets[here], states[here] - mine.start, pack)
 
 
-def _indices(nodes: list[PrefixNode], last: list[int], starts: Tensor, width: int) -> Tensor:
+def pack_indices(trie: Trie, starts: Tensor, width: int) -> Tensor:
     """Returns the index in a pack of each sequence's tokens, [B, width] int64, 0 behind them."""
+    nodes, last = trie
     indices = torch.zeros(len(last), width, dtype=torch.int64)
     for line, number in zip(indices, last, strict=True):
         while number >= 0:

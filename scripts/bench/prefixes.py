@@ -7,7 +7,8 @@ A shape is answers of a prompt : tokens of the prompt : tokens of an answer. Bot
 with the same token budget, and their first steps must agree on the norm of its gradient. "Theory" counts operations:
 those of `trainer.model_structure`, and the head's logits, which are computed twice. "Of it" is the measured ratio over
 theory. Peak memory is beyond that before a variant's first step: gradients and activations. The shape
-"nothing in common" has answers to as many prompts, so its ratio is what looking for common beginnings costs.
+"nothing in common" has answers to as many prompts, so its ratio is what looking for common beginnings costs. On a CPU
+seconds are those that the process computes, so that others disturb less.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,7 +99,9 @@ def main() -> None:
             peaks[name], work[name] = memory.nbytes, policy.work.flops - before + logits
         for turn in range(options.rounds):
             for name in list(steps)[:: 1 if turn % 2 else -1]:
-                times[name].append(timed(steps[name], device))
+                start = time.process_time()
+                wall = timed(steps[name], device)
+                times[name].append(wall if device.type == "cuda" else time.process_time() - start)
         if abs(norms["shared"] / norms["packed"] - 1) > (0.05 if options.dtype == "bfloat16" else 1e-4):
             sys.exit(f"{shape}: the variants disagree on the norm of the gradient: {norms}")
         batches = {

@@ -24,8 +24,8 @@ STARTS = [0, *itertools.accumulate(LENGTHS)]
 
 def gradients(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> list[Tensor]:
     """Attention's result, and the gradients of its inputs, on the tensors' device."""
-    tree = PrefixTree.of(NODES, STARTS)
-    moved = PrefixTree(tree.ranges, tree.lengths, tree.starts.to(query.device), tree.rows, tree.logical_tokens)
+    tree = PrefixTree.of((NODES, []), STARTS)
+    moved = PrefixTree(tree.ranges, tree.lengths, tree.starts.to(query.device), tree.trie, tree.logical_tokens)
     pack: dict[str, Any] = {"cu_seq_lens_q": torch.tensor(STARTS, dtype=torch.int32, device=query.device)}
     pack |= {"max_length_q": max(LENGTHS), "sequence_lengths": LENGTHS, "sliding_window": window, "tree": moved}
     leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
@@ -51,7 +51,7 @@ def test_the_kernel_attends_to_paths_as_masks_do_with_equal_bits_each_time(size:
 def test_both_gathers_have_equal_bits_in_twenty_repetitions() -> None:
     """With `index_select` in their place, terms would be added in another order each time."""
     draw = torch.Generator().manual_seed(0)
-    tree = PrefixTree.of(NODES, STARTS)
+    tree = PrefixTree.of((NODES, []), STARTS)
     rows = torch.randn(STARTS[-1], 4, 64, generator=draw).cuda().requires_grad_()
     paths = torch.randn(sum(tree.lengths), 4, 64, generator=draw).cuda()
     states = torch.full((1000,), PROMPT - 1).cuda()

@@ -2,7 +2,7 @@
 
     python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R] [--mixture | --images | --family NAME]
-                                           [--then RANKS | --alone [--apart]] [--rollouts] [--pull]
+                                           [--then RANKS | --alone [--apart]] [--rollouts] [--pull] [--share]
 
 A tiny model is trained once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; a run that has ended is started
@@ -428,6 +428,7 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
     parser.add_argument("--rollouts", action="store_true", help="keep answers on disk until a checkpoint has them")
     parser.add_argument("--pull", action="store_true", help="engines read the ranks' shards; adapters are merged")
+    parser.add_argument("--share", action="store_true", help="common beginnings are computed once")
     options = parser.parse_args()
     if options.apart and not options.alone:
         parser.error("--apart needs --alone: an engine's death ends such a run, which its supervisor starts again")
@@ -464,6 +465,7 @@ def main() -> int:
         policy={"lr": 1e-4, "dtype": "bfloat16" if options.pull else "float32"},
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
+        batch={"share_prefixes": options.share, "shared_tokens_min": 2},
         rollout=({"slice_tokens": options.slices, "ahead": 1.0} if options.slices else {})
         | {"lag": int(options.apart)},
         **(routed if options.mixture else {}),

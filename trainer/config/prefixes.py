@@ -27,8 +27,8 @@ def _obstacles(config: TrainConfig, models: Iterable[tuple[str, dict[str, Any]]]
         yield f"policy.backend is {config.policy.backend}, with which it is untested"
     if (attention := config.model.attn_implementation) != "sdpa":
         yield f"model.attn_implementation is {quoted(attention)}, which does not take paths of a tree"
-    if config.data.max_images:
-        yield "data.max_images is set, and it is untested with images"
+    if config.data.max_images and config.model.routes == "engine":
+        yield "images may have other routes from answer to answer (data.max_images, model.routes)"
     for name, model in models:
         if unfit := sorted(set(model.get("layer_types") or ()) - set(BRANCHING_LAYERS)):
             yield f"{name} has layers ({', '.join(unfit)}) whose state at a branch no branch would get"

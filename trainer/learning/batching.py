@@ -173,8 +173,9 @@ def micro_batches(
     units = [Unit([row], length, worth(length), length) for row, length in enumerate(lengths)]
     prefixes, table = None, TABLE
     if shared_min is not None and packing:
-        prefixes, table = Prefixes.of(list(map(_token_bytes, samples)), shared_min), SHARED_TABLE
-        units = _shared_units(prefixes, lengths, token_budget, worth)
+        images = any(sample.images for sample in samples)
+        prefixes, table = Prefixes.of([_token_bytes(sample, images) for sample in samples], shared_min), SHARED_TABLE
+        units = _shared_units(prefixes, samples, more, token_budget, worth)
     groups = pack_units(units, token_budget, table) if packing else pack_padded(lengths, token_budget)
     if count is None:
         count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
@@ -188,30 +189,47 @@ def micro_batches(
 
     batches = []
     for group in groups:
-        rows = [row for unit in group for row in units[unit].rows]
-        rows = rows if prefixes is None else prefixes.sorted(rows)
-        batches.append(padded([samples[i] for i in rows], rows, None if prefixes is None else prefixes.trie(rows)))
+        rows, trie = [row for unit in group for row in units[unit].rows], None
+        if prefixes is not None:
+            ordered = prefixes.sorted(rows)
+            nodes, last = prefixes.trie(ordered)
+            if any(node.rows > 1 for node in nodes):  # else the sequences stay whole
+                rows, trie = ordered, (nodes, last)
+        batches.append(padded([samples[i] for i in rows], rows, trie))
     filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0])
     return batches + [padded([filler], []) for _ in range(count - len(groups))]
 
 
-def _token_bytes(sample: Sample) -> np.ndarray:
+def _token_bytes(sample: Sample, images: bool) -> np.ndarray:
     """Returns what enters the model with a sample's tokens; two sets of experts are equal in any order."""
-    routes = [] if sample.routes is None else [np.sort(sample.routes.numpy(), axis=2)]
-    return token_bytes(sample.input_ids, *routes)
+    inputs = [] if sample.routes is None else [np.sort(sample.routes.numpy(), axis=2)]
+    if images:
+        digests = np.zeros((len(sample.input_ids) - 1, 32), dtype="u1")
+        for place in _image_places(0, sample):
+            digests[place.start : place.start + place.length] = list(bytes.fromhex(place.image.digest))
+        inputs.append(digests)
+    return token_bytes(sample.input_ids, *inputs)
 
 
-def _shared_units(prefixes: Prefixes, lengths: list[int], token_budget: int, worth: Callable[[int], int]) -> list[Unit]:
-    """Returns units of sequences with a beginning in common, cut where they exceed the budget or their table would."""
+def _shared_units(
+    prefixes: Prefixes, samples: list[Sample], more: float, token_budget: int, worth: Callable[[int], int]
+) -> list[Unit]:
+    """Returns units of sequences with a beginning in common, cut where they exceed the budget or their table would.
+
+    `more` is what a token of an image counts besides itself; each of a unit's images counts once.
+    """
+
+    def unit_of(rows: list[int]) -> Unit:
+        pairs = [zip(samples[row].images, samples[row].image_spans, strict=True) for row in rows]
+        images = {image.digest: size for some in pairs for image, (_, size) in some}
+        tokens, longest = prefixes.cost(rows), max(len(samples[row].input_ids) for row in rows)
+        return Unit(rows, tokens + round(more * sum(images.values())), prefixes.cost(rows, worth), longest)
 
     def fits(rows: list[int]) -> bool:
-        table = len(rows) * max(lengths[row] for row in rows)
-        return table <= SHARED_TABLE * token_budget and prefixes.cost(rows) <= token_budget
+        unit = unit_of(rows)
+        return unit.tokens <= token_budget and len(rows) * unit.longest <= SHARED_TABLE * token_budget
 
-    return [
-        Unit(rows, prefixes.cost(rows), prefixes.cost(rows, worth), max(lengths[row] for row in rows))
-        for rows in prefixes.units(fits)
-    ]
+    return list(map(unit_of, prefixes.units(fits)))
 
 
 def _level(groups: list[list[int]], units: list[Unit], token_budget: int, table: int, count: int) -> list[list[int]]:

@@ -144,9 +144,9 @@ def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
         for batch in (batch for batch in minibatch.batches if batch.counts and batch.rows):
             pieces[sorted({group_of[row] for row in batch.rows})] += 1
             pack = batch.layout.pack
-            assert pack is not None and pack.tree is not None
+            assert pack is not None
             sums["computed"] += sum(pack.lengths)
-            sums["logical"] += pack.tree.logical_tokens
+            sums["logical"] += sum(pack.lengths) if pack.tree is None else pack.tree.logical_tokens
             sums["nodes"] += len(pack.lengths)
             if batch.routes is not None:
                 rows = [ids[:size] for ids, size in zip(batch.input_ids.tolist(), batch.lengths, strict=True)]

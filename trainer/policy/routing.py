@@ -279,7 +279,8 @@ def samples_of(batch: MicroBatch) -> Tensor:
     """
     pack = batch.layout.pack
     if pack is not None and pack.tree is not None:
-        return pack.local(torch.tensor(pack.tree.rows).repeat_interleave(torch.tensor(pack.lengths)))
+        rows = torch.tensor([node.rows for node in pack.tree.trie[0]])
+        return pack.local(rows.repeat_interleave(torch.tensor(pack.lengths)))
     sizes = [length - 1 if batch.rows else 0 for length in batch.lengths]
     widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
     real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)]).long()

@@ -25,7 +25,7 @@ from generation.images import Image, ImageProcessor
 from trainer.errors import UserError
 from trainer.model_structure import decoder, encoder_layers
 from trainer.policy.attention import NAME, looks_ahead, mask_images, require_packing
-from trainer.types import MicroBatch
+from trainer.types import MicroBatch, pack_indices
 
 
 class Vision:
@@ -67,22 +67,31 @@ class Vision:
         of the encoder's shards, whatever their rows contain (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
         """
         device = batch.input_ids.device
-        places = batch.images
-        images = self._processor.features([place.image for place in places]) if places else self._blank
+        pack, width = batch.layout.pack, batch.input_ids.shape[1] - 1
+        sizes = pack.lengths if pack else [width] * len(batch.lengths)
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        places, indices = batch.images, starts[: len(batch.lengths), None] + torch.arange(width)
+        encoded = [place.image for place in places]
+        if pack and pack.tree:  # an image of a common beginning is there once, and equal ones are encoded once
+            indices = pack_indices(pack.tree.trie, starts, width)
+            first = {int(indices[place.row, place.start]): place for place in reversed(places)}
+            places = [first[index] for index in sorted(first)]
+            encoded = list({place.image.digest: place.image for place in places}.values())
+        images = self._processor.features(encoded) if places else self._blank
         inputs: dict[str, Any] = {"features": {n: images[n].to(device) for n in self._asked if n in images}}
         inputs["patches"] = images["pixel_values"].numel() // self._patch
         if places:
-            pack = batch.layout.pack
             if pack:
                 require_packing(self._trunk, images=True)
-            sizes = pack.lengths if pack else [batch.input_ids.shape[1] - 1] * len(batch.lengths)
-            starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-            spans = [(starts[place.row] + place.start, place.length) for place in places]
             inputs["named"] = {}
+            numbers = {image.digest: number for number, image in enumerate(encoded)}
+            if len(encoded) < len(places):
+                inputs["numbers"] = [numbers[place.image.digest] for place in places]
             tokens = []
-            for place, (first, size) in zip(places, spans, strict=True):
+            for place in places:
                 marks = self._processor.marked(place.image.size)
-                tokens.append([first + n for n in range(size) if n not in marks])
+                span = indices[place.row, place.start : place.start + place.length].tolist()
+                tokens.append([index for n, index in enumerate(span) if n not in marks])
             inputs["lengths"] = [len(some) for some in tokens]
             inputs["names"] = [place.image.name for place in places]
             image_tokens = torch.tensor([*chain.from_iterable(tokens)])
@@ -92,7 +101,7 @@ class Vision:
                 inputs["here"], image_tokens = here.to(device), image_tokens[here] - begin
             inputs["places"] = image_tokens.to(device)
             if hasattr(self._trunk, "get_rope_index"):
-                positions = self._positions(batch, sizes, images)
+                positions = self._positions(batch, sizes, numbers, images)
                 inputs["named"]["position_ids"] = positions[..., begin:end].to(device)
             if self._bidirectional:
                 kinds = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -100,30 +109,33 @@ class Vision:
                 inputs["named"][self._kinds] = kinds.view(len(sizes), -1)
         return inputs
 
-    def _positions(self, batch: MicroBatch, sizes: list[int], images: dict[str, Tensor]) -> Tensor:
+    def _positions(
+        self, batch: MicroBatch, sizes: list[int], numbers: dict[str, int], images: dict[str, Tensor]
+    ) -> Tensor:
         """Rotary positions by axis, [axes, B, T] or [axes, 1, N] for a pack, where each sequence begins at 0.
 
         Positions that continue through a pack are a known mistake
-        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
+        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). `numbers` are the places in `images`, by digest.
         """
-        tables, first = [], 0
+        tables, pack = [], batch.layout.pack
         wanted = inspect.signature(self._trunk.get_rope_index).parameters
-        for row, size in enumerate(sizes):
-            places = [place for place in batch.images if place.row == row]
-            kinds = torch.zeros(1, size, dtype=torch.int64)
-            for place in places:
+        runs = [(row, 0, size) for row, size in enumerate(sizes)]
+        if pack and pack.tree:  # no run begins or ends within an image, since its tokens are equal or different as one
+            runs = [(node.row, node.begin, node.end) for node in pack.tree.trie[0]]
+        for row, begin, end in runs:
+            inside = [place for place in batch.images if place.row == row and place.start < end]
+            kinds = torch.zeros(1, end, dtype=torch.int64)
+            for place in inside:
                 kinds[0, place.start : place.start + place.length] = 1
-            last = first + len(places)
-            grids = {n: images[n][first:last] for n in wanted if n in images}
-            first = last
-            if places:
+            chosen = [numbers[place.image.digest] for place in inside]
+            grids = {n: images[n][chosen] for n in wanted if n in images}
+            if inside:
                 ids = torch.zeros_like(kinds)  # only their number is read
-                tables.append(self._trunk.get_rope_index(ids, mm_token_type_ids=kinds, **grids)[0])
+                tables.append(self._trunk.get_rope_index(ids, mm_token_type_ids=kinds, **grids)[0][..., begin:])
             else:
-                tables.append(torch.arange(size).view(1, 1, -1))
+                tables.append(torch.arange(begin, end).view(1, 1, -1))
         axes = max(len(table) for table in tables)
-        dim = 2 if batch.layout.pack else 1
-        return torch.cat([table.expand(axes, -1, -1) for table in tables], dim=dim)
+        return torch.cat([table.expand(axes, -1, -1) for table in tables], dim=2 if pack else 1)
 
     def hidden(self, inputs: Tensor, images: dict[str, Any], packing: dict[str, Any]) -> Tensor:
         """The trunk's last hidden states [B, T, H] for ids [B, T] and images that `inputs` returned.
@@ -137,6 +149,8 @@ class Vision:
             with _placeholders(self._trunk, inputs):
                 hidden = self._trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
             return cast(Tensor, _Beside.apply(hidden, *_read(features)))
+        if "numbers" in images:
+            _repeat(features, images["numbers"])
         lengths = [len(image) for image in features.pooler_output]
         if lengths != images["lengths"]:  # https://github.com/verl-project/verl/issues/3469
             named = ", ".join(name or "an image" for name in images["names"])
@@ -161,6 +175,13 @@ def _placeholders(trunk: Any, inputs: Tensor, places: Tensor | None = None) -> I
         yield
     finally:
         del trunk.get_placeholder_mask
+
+
+def _repeat(features: Any, numbers: list[int]) -> None:
+    """Makes features those of images with these numbers, which may occur several times."""
+    features.pooler_output = [features.pooler_output[number] for number in numbers]
+    if layers := getattr(features, "deepstack_features", None):
+        features.deepstack_features = [[layer[number] for number in numbers] for layer in layers]
 
 
 def _keep(features: Any, here: Tensor) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
-from tests.support.image_rows import make_rows, make_sample, plain_outputs
+from tests.support.image_rows import make_rows, make_sample, noise, plain_outputs
 from tests.support.row_advantages import advantages
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
@@ -318,3 +318,39 @@ def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_proces
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(p, built.get_parameter(name)) for name, p in plain.named_parameters())
     assert {path.name for path in folder.glob("*processor*")} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, MARKED, PER_LAYER])
+def test_equal_images_of_a_common_prompt_are_computed_once_and_other_pixels_are_not(
+    tiny_vlm: TinyModel, kind: str
+) -> None:
+    """Three answers to a prompt with two images, one answer with other pixels in the first, and a row of text."""
+    folder = tiny_vlm(architecture=kind)
+    processor, module = ImageProcessor(str(folder)), make_module(folder)
+    wide, small, other = noise(1, 84, 28), noise(2, 28, 28), noise(3, 84, 28)
+    prompt = make_sample(processor, [5, wide, 3, small, 4], 1)
+    samples = [replace(prompt, input_ids=[*prompt.input_ids[:-6], *range(n, n + 6)]) for n in (20, 30, 40, 50)]
+    samples[3] = replace(samples[3], images=(other, small))
+    samples.append(make_sample(processor, [9], 2))
+    found, encoded = [], []
+    assert module.vision is not None
+    features = module.vision._processor.features
+    module.vision._processor.features = lambda images: encoded.append(len(images)) or features(images)
+    for least in (None, 3):
+        (batch,) = micro_batches(samples, 10_000, 0, "cpu", packing=True, shared_min=least)
+        out = outputs(module, batch, TEMPERATURE)
+        scored = {row: out.logprobs[n, : len(samples[row].input_ids) - 1] for n, row in enumerate(batch.rows)}
+        loss = (out.logprobs * advantages(batch) + 0.1 * out.entropy).sum()
+        assert batch.layout.pack is not None
+        found.append((scored, gradients(module.model, loss), len(batch.layout.pack.tokens)))
+    (whole, expected, tokens), (shared, got, fewer) = found
+    size = len(prompt.input_ids) - 7  # up to the last token of the prompt
+    assert encoded == [8, 3]
+    assert tokens - fewer == 2 * (size + 1) + prompt.image_spans[0][0]
+    for row, logprobs in whole.items():
+        torch.testing.assert_close(shared[row], logprobs, **CLOSE)
+    limit = 5e-5 if kind == PER_LAYER else 1e-5  # queries of its encoder cancel: 2e-5
+    for name, gradient in expected.items():
+        if gradient is not None and not name.endswith("k_proj.bias"):
+            sharing = got[name]
+            assert sharing is not None and float((sharing - gradient).norm()) <= limit * float(gradient.norm()), name
