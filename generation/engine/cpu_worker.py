@@ -4,7 +4,9 @@ import os
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad, softplus
 from vllm import _custom_ops  # noqa: F401
+from vllm.model_executor.layers.mamba.ops import ssd_combined
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.worker import cpu_worker
 
@@ -26,6 +28,30 @@ def rotate(layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor
 
 
 RotaryEmbedding.forward_cpu = rotate
+
+_scan_by_kernel = ssd_combined._mamba_chunk_scan_combined_fwd
+
+
+def scan(
+    x: Tensor,  # [tokens, heads, size]
+    dt: Tensor,  # [tokens, heads]
+    *tensors: Any,
+    dt_bias: Tensor | None = None,  # [heads]
+    dt_softplus: bool = False,
+    **options: Any,
+) -> Any:
+    """Scan prompts with vLLM's kernel. The states do not depend on a prompt's place in the batch.
+
+    With the time steps as they come, they would: torch computes softplus of a tensor's last few elements, fewer than a
+    vector register holds, by another function than that of the others.
+    """
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    if dt_softplus:
+        steps = softplus(pad(steps, (0, 0, 0, 64)))[: len(steps)]
+    return _scan_by_kernel(x, steps, *tensors, **options)
+
+
+ssd_combined._mamba_chunk_scan_combined_fwd = scan
 
 
 @reporting_start_errors

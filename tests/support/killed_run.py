@@ -441,7 +441,8 @@ def main() -> int:
         model, seen = multimodal_sections(folder)
     elif options.family:
         config = make_family(options.family, model := folder / "model").config
-        seen = {"engine": {"dtype": "bfloat16"}} if hasattr(config, "linear_key_head_dim") else {}
+        alone = {"max_num_seqs": 1} if getattr(config, "kv_lora_rank", None) else {}  # MKL's bits depend on the batch
+        seen = {"engine": alone | ({"dtype": "bfloat16"} if hasattr(config, "linear_key_head_dim") else {})}
     else:
         model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
     routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}

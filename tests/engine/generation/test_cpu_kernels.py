@@ -77,7 +77,7 @@ def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: s
     check_unpacked(model, [model["b"]])  # a reload writes the weight, and packs it again
 
 
-def test_queries_of_three_dimensions_are_turned_as_flat_ones_are() -> None:
+def test_queries_of_three_dimensions_and_prompts_at_any_place_are_computed_alike() -> None:
     """The worker is imported in a process of its own, since its import decides what torch reports of the processor."""
     program = """
 import torch
@@ -93,8 +93,19 @@ for turned, expected in zip(rope.forward_cpu(positions, query.clone(), key.clone
 by_kernel = rope.forward_cpu(positions, query.flatten(1).clone(), key.flatten(1).clone())
 for turned, expected in zip(by_kernel, flat):
     torch.testing.assert_close(turned, expected)
-print("turned alike")
+copies, tokens, heads, size, state = 6, 23, 8, 32, 16
+def repeated(*shape):
+    return torch.randn(tokens, *shape).repeat(copies, *[1] * len(shape))
+x, steps, b, c, a = repeated(heads, size), repeated(heads), repeated(1, state), repeated(1, state), -torch.rand(heads)
+ends = torch.arange(0, copies * tokens + 1, tokens, dtype=torch.int32)
+options = {"dt_bias": torch.rand(heads), "dt_softplus": True, "cu_seqlens": ends}
+def states(scan):
+    return scan(x, steps, a, b, c, 16, torch.empty_like(x), **options)
+scanned = states(cpu_worker.scan)
+assert all(torch.equal(scanned[0], one) for one in scanned)
+torch.testing.assert_close(scanned, states(cpu_worker._scan_by_kernel))
+print("alike")
 """
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, timeout=300, env=environment)
-    assert "turned alike" in done.stdout, done.stderr[-2000:]
+    assert "alike" in done.stdout, done.stderr[-2000:]
