@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.estimates.memory import GIB, over_budget
 from trainer.estimates.model_sizes import model_sizes
 from trainer.model_structure import freeze
-from trainer.policy.attention import require_packing, require_sharing
+from trainer.policy.attention import require_branches, require_packing, require_sharing
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.lora import add_adapters, left_out
 from trainer.policy.routing import asked_routers
@@ -66,6 +66,8 @@ def check_model(config: TrainConfig) -> None:
         require_packing(model, images)
     if config.policy.sequence_parallel > 1:
         require_sharing(model, images)
+    if config.batch.share_prefixes:
+        require_branches(model, images)
 
 
 def _why_not(error: Exception) -> str:

@@ -81,3 +81,12 @@ def test_slices_are_compared_with_steps_that_wait_for_their_longest_answer(tmp_p
     assert all(row["tokens"] > 0 for rows in figures["rows"].values() for row in rows)
     ages = [row["stale/age_max"] for row in figures["rows"]["slices"]]
     assert 0 < max(ages) <= 4 and "at most 4 steps old" in printed
+
+
+def test_prompts_computed_once_are_counted_timed_and_compared_with_theory(tmp_path: Path) -> None:
+    """The script itself checks that both variants have the same gradient."""
+    sizes = ("--preset", "1M", "--shapes", "4:128:16", "nothing in common", "--rounds", "1")
+    figures, printed = run("prefixes.py", tmp_path, *sizes)
+    assert figures["4:128:16"]["tokens"] == {"packed": 4 * 143, "shared": 128 + 4 * 15}
+    assert 2 < figures["4:128:16"]["theory"] < 572 / 188 and figures["nothing in common"]["theory"] == 1
+    assert "theory" in printed and "MiB" in printed

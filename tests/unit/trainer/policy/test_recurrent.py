@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from tests.support.families import make_family
 from trainer.config.schema import ModelConfig
+from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
+from trainer.policy.attention import require_branches
 from trainer.policy.hf_format import build_meta_model, checkpoint_activations, load_sharded
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.recurrent import recurrent_mixers
@@ -131,3 +133,10 @@ def test_layers_computed_again_in_backward_know_the_lengths_of_their_pack(family
     assert calls == 2
     for one, other in zip(plain, recomputed, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_hybrids_do_not_share_beginnings(family: str) -> None:
+    """A state at a branch would reach one of the branches at most."""
+    with pytest.raises(UserError, match="share_prefixes is true, but .* has recurrent layers, whose state"):
+        require_branches(policy(family).model)

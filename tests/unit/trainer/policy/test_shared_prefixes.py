@@ -21,6 +21,7 @@ from transformers import (
 
 from tests.support.row_advantages import advantage
 from tests.support.shared_answers import CASES, LEAST, VOCABULARY, group
+from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
 from trainer.policy import attention
 from trainer.policy.hf_format import checkpoint_activations
@@ -218,3 +219,13 @@ def test_every_list_of_lengths_gives_the_pairs_that_attention_computes() -> None
     sizes = module.work.of
     targets = sum(s.trainable for s in samples)
     assert module.work.flops == sum(f(len(beginnings), targets, pairs) for f in (sizes.forward, sizes.backward))
+
+
+def test_models_with_dropout_or_another_attention_are_refused_by_name() -> None:
+    dropping = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2))
+    dropping.set_attn_implementation(attention.implementation("sdpa", dropping))
+    with pytest.raises(UserError, match="share_prefixes is true, but GPT2LMHeadModel has dropout"):
+        attention.require_branches(dropping)
+    with pytest.raises(UserError, match="share_prefixes is true, but Qwen2ForCausalLM computes its attention in its"):
+        attention.require_branches(AutoModelForCausalLM.from_config(KINDS["qwen2"](), attn_implementation="eager"))
+    attention.require_branches(make_module().model)
