@@ -27,6 +27,7 @@ RECIPE = (
 )
 WORKER = r"phase sending weights failed on rank 0: SyncError: the worker on [-0-9a-f]+ failed: AcceleratorError"
 PHASE, DEVICE = "phase [a-z0-9 >]+", r"(on cuda:0: |GPU 0|the worker on [-0-9a-f]+ failed)"
+FULL = rf"{PHASE}(?=.*{DEVICE}).*[Oo]ut of memory"
 LOST = "on cuda:0: CUDA error: unspecified launch failure"
 # Name: ranks, arguments, and what the launcher's last lines have; empty: the run goes on to its end.
 RUNS: dict[str, tuple[int, str, str]] = {
@@ -121,7 +122,7 @@ def starts(count: int = 30) -> bool:
     for number in range(count):
         part, most = draw.choice([("trainer train", 12), ("EngineCor", 20)])
         fault = f"malloc:{draw.randint(1, most)}:{part}"
-        fine &= run(f"start {number} {fault}", 1, ["trainer"], rf"{PHASE}.*{DEVICE}.*[Oo]ut of memory", fault)
+        fine &= run(f"start {number} {fault}", 1, ["trainer"], FULL, fault)
     return fine
 
 
@@ -147,7 +148,7 @@ def shift(count: int = 100) -> bool:
                 break
             except Exception as error:
                 text = " ".join(f"{type(error).__name__}: {error}".split())
-                named = bool(re.search(rf"{PHASE}.*{DEVICE}.*[Oo]ut of memory", text))
+                named = bool(re.search(FULL, text))
                 fine &= named
                 print(f"{who}, allocation {number}: {'ok' if named else 'FAILED'}: {text[:300]}", flush=True)
             try:
