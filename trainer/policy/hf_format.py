@@ -313,6 +313,9 @@ class SafetensorsFolder:
             first, last = max(begin, view.offset), min(end, view.offset + size)
             if first >= last:
                 continue
+            if not view.shape:
+                result[first - begin].copy_(stored[...])
+                continue
             row = size // view.shape[0]
             if (first - view.offset) % row or (last - view.offset) % row:
                 raise ValueError(f"a shard's border lies inside a row of {view.name}")
