@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import RemoteError
-from tests.support.colocated import Colocated, start_engine
+from sharding.send.source import FsdpWeightSource
+from tests.support.colocated import Colocated, HfPolicy, start_engine
 from tests.support.families import make_family
+from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPT = [14, 50, 77, 120, 9]
 FAULTY = "tests.support.faulty_worker.FaultyWorker"
@@ -36,6 +39,21 @@ def test_an_engine_computes_with_the_decay_of_every_version(family: str, shared:
             with pytest.raises(RemoteError, match=r"does not hold what was sent: .*A_log"):
                 both.manager.wake(both.policy)
             assert outcome["parameters"] == 1
+
+
+def test_a_buffer_that_is_not_sent_is_named_in_the_first_sync(tmp_path: Path) -> None:
+    """The routers' correction bias is a buffer in Transformers, and a parameter in vLLM."""
+    make_family("glm4_moe", tmp_path)
+    policy = HfPolicy(tmp_path)
+    source = FsdpWeightSource(
+        [(name, p) for name, p in parameter_names(policy.model).items() if not name.endswith("correction_bias")],
+        torch.float32,
+        lambda name, shape: checkpoint_views(policy.model, name, shape),
+    )
+    with Colocated(tmp_path, policy=policy, source=source) as both:
+        both.manager.sleep()
+        with pytest.raises(RemoteError, match=r"never sent, so the engine would keep old values: .*correction_bias"):
+            both.manager.wake(policy)
 
 
 def test_a_model_that_vllm_cannot_start_is_refused_by_name_without_a_traceback(
