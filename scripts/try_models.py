@@ -68,7 +68,7 @@ def try_family(family: str) -> Row:
             row |= _trainer(folder)
             return row | _engine(folder, packing="leak" in row)
         except Exception as error:
-            return row | {"refused": reason(error)}
+            return row | {"refused": reason(error).removeprefix(f"{folder}: ")}
 
 
 def _samples(first: int) -> list[Any]:
