@@ -73,8 +73,7 @@ class Prefixes:
     def trie(self, rows: Sequence[int]) -> Trie:
         """Returns the trie of some sequences in order, which it numbers from 0.
 
-        A stretch of fewer than
-        `least` tokens is not shared: its attention would cost more than it saves.
+        A stretch of fewer than `least` tokens is not shared, since its attention would cost more than it saves.
         """
         lengths, shared = [self.lengths[row] for row in rows], self.shared(rows)
         nodes, last = list[PrefixNode](), [-1] * len(rows)
