@@ -1,21 +1,50 @@
 """The logits that a model makes of its output head's products, read off the model's own forward pass."""
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import PreTrainedModel
 
 from trainer.errors import UserError
-from trainer.policy.logprobs import Logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _POWERS = (-20.0, 20.0)
 """Powers of 2 between which products are tried: no cap changes the smallest, and the largest becomes the cap."""
 
 
-def logits_of(model: PreTrainedModel) -> Logits:
+@dataclass(frozen=True)
+class Logits:
+    """The logits that a model makes of its head's products x: x times a factor a, or with a cap c, c tanh(a x / c).
+
+    By default, the products are the logits. `logits_of` reads these numbers off a model.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+    before: float = 1.0  # a factor of the hidden states, before the head
+
+    def of(self, products: Tensor) -> Tensor:
+        """Returns the logits of the products [R, C], before the temperature, in their dtype; may overwrite them."""
+        products = products if self.factor == 1.0 else products.mul_(self.factor)
+        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slopes(self, logits: Tensor) -> Tensor | None:
+        """Returns the derivatives of the logits [R, C] that `of` returned, in a tensor of its own; None means 1."""
+        if self.cap is None:
+            return None if self.factor == 1.0 else logits.new_full((), self.factor)
+        return logits.div(self.cap).square_().neg_().add_(1.0).mul_(self.factor)
+
+
+UNCHANGED = Logits()
+"""The products are the logits."""
+
+
+def logits_of(model: "PreTrainedModel") -> Logits:
     """Returns what a model, which may be on meta or sharded, does to its head's products.
 
     The model's own forward pass runs, without its layers: the trunk returns given hidden states, and the head given
@@ -35,7 +64,7 @@ def logits_of(model: PreTrainedModel) -> Logits:
     return logits
 
 
-def _probed(model: PreTrainedModel) -> Logits | None:
+def _probed(model: "PreTrainedModel") -> Logits | None:
     head, trunk = model.get_output_embeddings(), model.base_model
     hidden = torch.arange(head.in_features, dtype=torch.float64).remainder(3).add(1).view(1, 1, -1)
     products = torch.logspace(*_POWERS, head.out_features, base=2.0, dtype=torch.float64)

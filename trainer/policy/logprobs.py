@@ -12,12 +12,13 @@ is 3 to 4 % of a step.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from trainer.policy.head import UNCHANGED, Logits
 
 # Elements of one block's float32 logits on a CPU: 2 MiB (512 tokens, 1,024 columns), so that the softmax runs in the
 # cache while the product is large enough for its full rate. Larger ones were no faster (scripts/bench/head.py).
@@ -28,29 +29,6 @@ CPU_ELEMENTS = 1 << 19
 DEVICE_SHARE = 1 / 640
 
 
-@dataclass(frozen=True)
-class Logits:
-    """The logits that a model makes of its head's products x: x times a factor a, or with a cap c, c tanh(a x / c).
-
-    By default, the products are the logits. `trainer.policy.head` reads these numbers off a model.
-    """
-
-    factor: float = 1.0
-    cap: float | None = None
-    before: float = 1.0  # a factor of the hidden states, before the head
-
-    def of(self, products: Tensor) -> Tensor:
-        """Returns the logits of the products [R, C], before the temperature, in their dtype; may overwrite them."""
-        products = products if self.factor == 1.0 else products.mul_(self.factor)
-        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
-
-    def slopes(self, logits: Tensor) -> Tensor | None:
-        """Returns the derivatives of the logits [R, C] that `of` returned, in a tensor of its own; None means 1."""
-        if self.cap is None:
-            return None if self.factor == 1.0 else logits.new_full((), self.factor)
-        return logits.div(self.cap).square_().neg_().add_(1.0).mul_(self.factor)
-
-
 def target_logprobs(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H], same dtype as hidden
@@ -59,7 +37,7 @@ def target_logprobs(
     temperature: float = 1.0,  # > 0; the temperature the targets were sampled at
     block: tuple[int, int] | None = None,  # R and C; by default chosen from V and the device
     fp32_head: bool = False,
-    head: Logits = Logits(),
+    head: Logits = UNCHANGED,
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 

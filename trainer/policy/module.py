@@ -16,8 +16,8 @@ from transformers import (
 
 from trainer.model_structure import ModelFlops, Work, attended, has_vision, model_flops
 from trainer.policy.attention import require_branches, require_packing
-from trainer.policy.head import logits_of
-from trainer.policy.logprobs import Logits, target_logprobs
+from trainer.policy.head import Logits, logits_of
+from trainer.policy.logprobs import target_logprobs
 from trainer.policy.recurrent import SequenceRows
 from trainer.policy.routing import Routing
 from trainer.policy.sequence import sum_over_parts

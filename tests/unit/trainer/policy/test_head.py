@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 
 from tests.support.families import BASE, FAMILIES
 from trainer.errors import UserError
-from trainer.policy.head import logits_of
-from trainer.policy.logprobs import Logits, target_logprobs
+from trainer.policy.head import Logits, logits_of
+from trainer.policy.logprobs import target_logprobs
 from trainer.policy.module import PolicyModule
 
 TEMPERATURE = 0.7

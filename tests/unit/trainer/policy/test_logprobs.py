@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trainer.config.schema import TrainConfig
 from trainer.engines import engine_settings
-from trainer.policy.logprobs import CPU_ELEMENTS, Logits, block_shape, cuda_block_elements, target_logprobs
+from trainer.policy.head import Logits
+from trainer.policy.logprobs import CPU_ELEMENTS, block_shape, cuda_block_elements, target_logprobs
 
 
 def plain(
