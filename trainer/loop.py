@@ -151,7 +151,7 @@ class RLTrainer:
             self.screen.note(f"step {step}: {line}")
         self.log(step, metrics | self.meter.take())
         if first_gap:
-            check_first_gap(metrics, config.sync.first_gap_limit)
+            check_first_gap(metrics, config)
         # After logging, so that whenever the run is killed, its files have all steps that a checkpoint has.
         with self.meter.phase("checkpoint"):
             self.keeper.step_done(metrics)

@@ -196,7 +196,7 @@ class SyncConfig(Section):
     first_gap_limit: Positive | None = key(
         0.1,
         "nats; the run ends if trainer and engine are further apart on average in the first step that measures it, as "
-        "they then do not compute the same model; null: no limit",
+        "they then do not compute the same model. A fiftieth of it holds if both compute in float32; null: no limit",
     )
     timeout_s: Seconds = key(300, "seconds to wait for an answer of a worker")
     replay: bool = key(True, "record what vLLM's loaders do in the first sync, and repeat it in later ones")

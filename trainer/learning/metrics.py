@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from generation.engine.settings import QUANTIZING
 from generation.trajectory import by_episode
 from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
@@ -28,6 +29,9 @@ Metrics = dict[str, float]
 
 GAP_ANSWERS = 32
 """The number of answers whose gap is measured in a step without an update."""
+
+FLOAT32_SHARE = 0.02
+"""The share of `sync.first_gap_limit` that holds in float32, where a faulty pack may move answers by few millinats."""
 
 
 def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
@@ -88,18 +92,26 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
     }
 
 
-def check_first_gap(metrics: Metrics, limit: float | None) -> None:
-    """Raises UserError if the gap's mean is above `limit`, nats. Rounding makes less than a tenth of that by default.
+def check_first_gap(metrics: Metrics, config: TrainConfig) -> None:
+    """Raises UserError if the gap's mean is above `sync.first_gap_limit`, or in float32 above a fiftieth of it.
 
     It is for a run's first measured gap: weights can be equal, and verified, while one of the two computes with them
-    otherwise than the model was made.
+    otherwise than the model was made. By default, rounding makes less than a tenth of the limit.
     """
-    gap = metrics.get("gap/mean")
-    if gap is None or limit is None or gap <= limit:
+    gap, limit, engine = metrics.get("gap/mean"), config.sync.first_gap_limit, config.engine
+    if gap is None or limit is None:
+        return
+    narrow = {engine.dtype or config.policy.dtype, config.policy.dtype} != {"float32"}
+    if narrow or engine.extra.keys() & {*QUANTIZING, "kv_cache_dtype"}:
+        bound, whose = limit, f"sync.first_gap_limit = {limit:g}"
+    else:
+        bound = FLOAT32_SHARE * limit
+        whose = f"{bound:g}, which sync.first_gap_limit = {limit:g} means in float32"
+    if gap <= bound:
         return
     raise UserError(
-        f"trainer and engine are {gap:.2g} nats apart on average in the first step, more than sync.first_gap_limit = "
-        f"{limit:g}, so one of them does not compute this model as it was made: try engine.dtype float32, "
+        f"trainer and engine are {gap:.2g} nats apart on average in the first step, more than {whose}, "
+        "so one of them does not compute this model as it was made: try engine.dtype float32, "
         "engine.plain_cpu_weights false, batch.packing false, and model.routes engine for a mixture of experts, each "
         "by itself; if the gap is meant to be, as with logits processors, set sync.first_gap_limit to null"
     )

@@ -16,7 +16,7 @@ from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, all_to_all_bytes, rank
 from tests.support.learning_steps import as_answers, on_ranks, random_step
 from tests.support.pictures import images
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.learning import rollout_metrics
 from trainer.learning.answer_rows import answer_rows, text_by_author
@@ -111,11 +111,21 @@ def test_the_gap_of_few_tokens() -> None:
 
 
 def test_a_first_gap_beyond_the_limit_ends_the_run_with_what_to_try() -> None:
-    for metrics, limit in (({"gap/mean": 0.1}, 0.1), ({"gap/mean": 3.0}, None), ({}, 0.1)):
-        check_first_gap(metrics, limit)
-    for gap in (0.11, math.nan):
-        with pytest.raises(UserError, match=r"nats apart.*sync.first_gap_limit = 0.1.*engine.dtype.*to null"):
-            check_first_gap({"gap/mean": gap}, 0.1)
+    def config(limit: float | None = 0.1, policy: str = "bfloat16", **engine: Any) -> TrainConfig:
+        sections = {"sync": {"first_gap_limit": limit}, "policy": {"dtype": policy}, "engine": engine}
+        return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
+
+    exact, mixed = config(policy="float32"), config(policy="float32", dtype="bfloat16")
+    rounded = config(policy="float32", extra={"kv_cache_dtype": "fp8"})
+    for metrics, recipe in (({"gap/mean": 3.0}, config(None)), ({}, config()), ({"gap/mean": 0.002}, exact)):
+        check_first_gap(metrics, recipe)
+    for recipe in (config(), mixed, rounded):
+        check_first_gap({"gap/mean": 0.1}, recipe)
+        for gap in (0.11, math.nan):
+            with pytest.raises(UserError, match=r"nats apart.*sync.first_gap_limit = 0.1,.*engine.dtype.*to null"):
+                check_first_gap({"gap/mean": gap}, recipe)
+    with pytest.raises(UserError, match=r"more than 0.002, which sync.first_gap_limit = 0.1 means in float32"):
+        check_first_gap({"gap/mean": 0.0021}, exact)
 
 
 def test_sums_do_not_depend_on_which_rank_has_a_number() -> None:
