@@ -162,8 +162,8 @@ class Layout:
         targets = loss_mask.flatten().nonzero().squeeze(1)
         if not packed:
             return cls(targets, targets)
-        whole = [PrefixNode(row, 0, max(1, length - 1), -1, 1) for row, length in enumerate(lengths)]
-        nodes = whole if trie is None else trie[0]
+        sequences = [PrefixNode(row, 0, max(1, length - 1), -1, 1) for row, length in enumerate(lengths)]
+        nodes = sequences if trie is None else trie[0]
         sizes = [node.end - node.begin for node in nodes]
         starts = torch.tensor([0, *sizes]).cumsum(0)
         rows, columns = targets // width, targets % width

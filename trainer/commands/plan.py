@@ -161,12 +161,12 @@ def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths
 
 def sharing(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> str:
     """A sentence about what updates compute if prompts are computed once for all answers of a group."""
-    whole = config.model_copy(update={"batch": config.batch.model_copy(update={"share_prefixes": False})})
-    tokens, every = (update_amount(recipe, ranks, lengths)[0] for recipe in (config, whole))
-    ratio = step_flops(whole, model, ranks, lengths) / step_flops(config, model, ranks, lengths)
+    unshared = config.model_copy(update={"batch": config.batch.model_copy(update={"share_prefixes": False})})
+    tokens, logical = (update_amount(recipe, ranks, lengths)[0] for recipe in (config, unshared))
+    ratio = step_flops(unshared, model, ranks, lengths) / step_flops(config, model, ranks, lengths)
     return (
         f"Prompts of {lengths.prompt:g} tokens computed once for answers of {lengths.answer:g}: {tokens:,.0f} of a "
-        f"rank's {every:,.0f} tokens in a step ({every / tokens:.2f} x fewer), {ratio:.2f} x fewer operations"
+        f"rank's {logical:,.0f} tokens in a step ({logical / tokens:.2f} x fewer), {ratio:.2f} x fewer operations"
     )
 
 

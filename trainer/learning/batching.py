@@ -80,7 +80,7 @@ def _deal_units(prefixes: Prefixes, worth: Callable[[int], int], apart: list[lis
 
 
 class Unit(NamedTuple):
-    """What goes to a micro-batch as one: a sequence, or several that have a beginning in common."""
+    """A unit goes to one micro-batch: it is a sequence, or several that have a beginning in common."""
 
     rows: list[int]  # the indices of its sequences
     tokens: int  # the tokens of the budget that it counts
@@ -189,15 +189,20 @@ def micro_batches(
 
     batches = []
     for group in groups:
-        rows, trie = [row for unit in group for row in units[unit].rows], None
-        if prefixes is not None:
-            ordered = prefixes.sorted(rows)
-            nodes, last = prefixes.trie(ordered)
-            if any(node.rows > 1 for node in nodes):  # else the sequences stay whole
-                rows, trie = ordered, (nodes, last)
+        rows, trie = _in_common([row for unit in group for row in units[unit].rows], prefixes)
         batches.append(padded([samples[i] for i in rows], rows, trie))
     filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0])
     return batches + [padded([filler], []) for _ in range(count - len(groups))]
+
+
+def _in_common(rows: list[int], prefixes: Prefixes | None) -> tuple[list[int], Trie | None]:
+    """Returns sequences in order with their trie, or as they are with None where they have nothing in common."""
+    if prefixes is not None:
+        ordered = prefixes.sorted(rows)
+        nodes, last = prefixes.trie(ordered)
+        if any(node.rows > 1 for node in nodes):
+            return ordered, (nodes, last)
+    return rows, None
 
 
 def _token_bytes(sample: Sample, images: bool) -> np.ndarray:
