@@ -83,9 +83,11 @@ async def rollout(
     engine.state.check_can_generate(settings.policy_version)
     finished: list[Trajectory] = []
     begun: dict[tuple[int, int], PolicyLLM] = {}
-    # One group more than the engine runs at once, so that the engine always has work; no more than that, so that other
-    # engines find prompts to claim. Episodes that wait for tools do not count.
-    room = asyncio.Semaphore(engine.settings.max_num_seqs + settings.group_size)
+    # One group more than the engine runs at once, so that the engine always has work; no more than that where other
+    # engines can claim prompts. A single engine also has the next wave of answers waiting, since all answers of a wave
+    # can end in the same step. Episodes that wait for tools do not count.
+    waves = 2 if engines == 1 else 1
+    room = asyncio.Semaphore(engine.settings.max_num_seqs * waves + settings.group_size)
     share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
 
     async def run_one(llm: PolicyLLM) -> None:
