@@ -1,13 +1,17 @@
 """Checks of a recipe that need torch and the model's files, but not the weights."""
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from generation.importing import load
+from trainer.config.checks import Command, models_of
 from trainer.config.placement import training_ranks
+from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.schema import ModelConfig, TrainConfig
 from trainer.data import load_tokenizer
 from trainer.distributed import say
@@ -15,7 +19,7 @@ from trainer.errors import UserError
 from trainer.estimates.memory import GIB, over_budget
 from trainer.estimates.model_sizes import model_sizes
 from trainer.model_structure import freeze
-from trainer.policy.attention import require_branches, require_packing, require_sharing
+from trainer.policy.attention import branching_obstacle, require_packing, require_sharing
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.lora import add_adapters, left_out
 from trainer.policy.routing import asked_routers
@@ -30,12 +34,14 @@ def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> No
             raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
 
 
-def check_model(config: TrainConfig) -> None:
+def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
     """Raises UserError unless the recipe's model can be built and supports the recipe's settings.
 
     Builds the model with Transformers, and its adapters with PEFT, without weights. Then checks that the model supports
     the packing, the sequence parallelism and the routes that the recipe asks for, and that a custom `sync.way` can be
     imported.
+
+    Returns the recipe with `batch.share_prefixes: auto` replaced by what the models allow, and says why if it is false.
     """
     if ":" in config.sync.way:
         try:
@@ -66,8 +72,26 @@ def check_model(config: TrainConfig) -> None:
         require_packing(model, images)
     if config.policy.sequence_parallel > 1:
         require_sharing(model, images)
-    if config.batch.share_prefixes:
-        require_branches(model, images)
+    classes = _branching_obstacles(config, command, model)
+    if config.batch.share_prefixes is True and (obstacle := next(classes, None)):
+        raise UserError(f"batch.share_prefixes is true, but {obstacle}: set it to false or auto")
+    config, why = with_chosen_prefixes(config, models_of(config, command), classes)
+    if why:
+        say(why)
+    return config
+
+
+def _branching_obstacles(config: TrainConfig, command: Command, model: PreTrainedModel) -> Iterator[str]:
+    """Yields the reasons why a model's class cannot share beginnings. Builds those of a critic and a teacher here."""
+    others = {config.critic.path, config.algorithm.teacher} if command == "train" else set()
+    with torch.random.fork_rng(devices=[]):
+        built = (
+            build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"))
+            for path in sorted(filter(None, others - {config.model.path}))
+        )
+        for one in chain([model], built):
+            if obstacle := branching_obstacle(one, config.data.max_images > 0):
+                yield f"{type(one).__name__} {obstacle}"
 
 
 def _why_not(error: Exception) -> str:

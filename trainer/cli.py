@@ -139,7 +139,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
         from trainer.commands.sft import load_transcripts
 
         load_transcripts(config, load_tokenizer(config.model))
-        check_model(config)
+        check_model(config, "sft")
         return
     rewards = RewardPool(config.reward)
     processor_arguments(config, resolve_device(config) == "cuda")

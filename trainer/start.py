@@ -81,7 +81,7 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     device = rank_device(config)
     processor_arguments(config, resolve_device(config) == "cuda")
     tokenizer = load_tokenizer(config.model)
-    check_model(config)
+    config = check_model(config)
     check_budget(config, device, world_size(EVERYBODY))
     check_teacher(config, tokenizer)
     level = RolloutLevel(config, tokenizer, start_server)

@@ -46,7 +46,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
         "sync": {"verify": "full", "bucket_mib": 1, "timeout_s": 60},
         "policy": {"dtype": "float32", "lr": 1e-3},
         "algorithm": {"group_size": 4},
-        "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256},
+        "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256, "shared_tokens_min": 2},
         # Random models are hardly ever right: a reward of characters gives every group something to learn.
         "reward": {"functions": [{"name": f"{ROOT}/tests/support/digit_reward.py:many_digits"}], "workers": 1},
         "tracking": {"wandb": "disabled"},

@@ -23,8 +23,9 @@ import psutil
 from rich.table import Table
 
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
-from trainer.config.checks import find_problems
+from trainer.config.checks import find_problems, models_of
 from trainer.config.machine import ALLOCATOR_VARIABLES, without_expandable_segments
+from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
@@ -274,6 +275,7 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
     if any(problem.startswith("model.path") for problem in problems):
         return
     config, _ = with_chosen_way(config, ranks, local_ranks(environ, ranks))
+    config, _ = with_chosen_prefixes(config, models_of(config, "train"))
     model = model_sizes(config, config.model.path, config.lora)
     total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]

@@ -12,10 +12,11 @@ from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
 from generation.engine.image_inputs import KEPT_BYTES
-from trainer.config.checks import find_problems
+from trainer.config.checks import find_problems, models_of
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
 from trainer.config.placement import engine_workers, generating_ranks, training_ranks
+from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age, prompts_ahead
@@ -58,6 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
         raise UserError(*problems)  # nothing can be calculated without the model's sizes
     config, _ = with_chosen_way(config, ranks, local_ranks(os.environ, ranks))
+    config, unshared = with_chosen_prefixes(config, models_of(config, "train"))
     total = arguments.device_gib or (gpu.memory_gib if gpu else None)
     if total is None:
         cuda = resolve_device(config) == "cuda" and cuda_problem() is None
@@ -71,8 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     training = training_ranks(config, ranks)
     console.print(memory_table(config, model, training, total))
     lengths = answer_tokens(config, arguments)
-    if config.batch.share_prefixes:
-        console.print(sharing(config, model, training, lengths))
+    if config.batch.share_prefixes or unshared:
+        console.print(unshared or sharing(config, model, training, lengths))
     if gpu is not None:
         console.print(seconds_table(config, model, ranks, gpu, lengths))
         for sentence in comparison(config, model, ranks, gpu, lengths) if ranks > 1 else ():

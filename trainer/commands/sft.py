@@ -109,12 +109,11 @@ class SftRun:
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
         """Loads everything, and continues the run from its newest checkpoint, if there is one. Collective."""
-        self.config = config
         self.watchdog = watchdog
         self.screen = Progress(config.run.steps, enabled=is_main())
         resources.enter_context(self.screen.follow(watchdog.current_phase))
         self.tokenizer = load_tokenizer(config.model)
-        check_model(config)
+        self.config = config = check_model(config, "sft")
         self.transcripts = load_transcripts(config, self.tokenizer)
         count, dropped = len(self.transcripts.samples), self.transcripts.dropped
         self.screen.note(f"{count} samples from {config.data.path}, {dropped} rows dropped")

@@ -85,7 +85,7 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     if command != "eval" and training > 0:
         problems += _check_backend(config, training)
         problems += _check_sequence_parallel(config, training, command)
-        problems += check_prefixes(config, _models(config, command))
+        problems += check_prefixes(config, models_of(config, command))
         problems += _check_positions(config, command)
         problems += _check_lora(config, command)
     problems += _check_images(config)
@@ -172,14 +172,14 @@ def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) 
         yield f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
     if (attention := config.model.attn_implementation) != "sdpa":
         yield f"{key} is {ways}, but model.attn_implementation is {quoted(attention)}: set it to sdpa"
-    for name, model in _models(config, command):
+    for name, model in models_of(config, command):
         if heads := model.get("num_attention_heads"):
             yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
         if unpackable := sorted(set(model.get("layer_types") or ()) - set(SHARED_LAYERS)):
             yield f"{key} is {ways}, but {name} has layers ({', '.join(unpackable)}) that need all tokens: set it to 1"
 
 
-def _models(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict[str, Any]]]:
+def models_of(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the trainer's models: the keys that name them, and their config.json."""
     paths: dict[str, str | None] = {"model.path": config.model.path}
     if command == "train":
@@ -195,7 +195,7 @@ def _check_positions(config: TrainConfig, command: Command) -> Iterator[str]:
         keys, longest = "data.max_prompt_tokens + sft.max_tokens", config.data.max_prompt_tokens + config.sft.max_tokens
     else:
         keys, longest = "engine.max_model_len", config.engine.max_model_len
-    for name, model in _models(config, command):
+    for name, model in models_of(config, command):
         if (steady := steady_positions(model)) is not None and longest > steady[1]:
             kind, tokens = steady
             why = f"beyond {tokens} tokens the {kind} positions of {name} depend on the longest sequence of a batch"

@@ -1,26 +1,43 @@
 """Which recipes can compute common beginnings of sequences once (`batch.share_prefixes`). No torch is imported."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from trainer.config.model_file import BRANCHING_LAYERS
 from trainer.config.schema import TrainConfig
 from trainer.errors import quoted
 
+Models = Iterable[tuple[str, dict[str, Any]]]
+"""The keys that name the trainer's models, with their config.json."""
 
-def check_prefixes(config: TrainConfig, models: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+
+def check_prefixes(config: TrainConfig, models: Models) -> Iterator[str]:
     """Yields a sentence for each reason why a recipe that asks for it cannot share beginnings.
 
-    `models` are the keys that name the trainer's models, with their config.json. `require_branches` checks a model's
-    class once it is built.
+    `trainer.checks.check_model` checks the models' classes once they are built.
     """
-    if not config.batch.share_prefixes:
-        return
-    for obstacle in _obstacles(config, models):
-        yield f"batch.share_prefixes is true, but {obstacle}: set it to false"
+    if config.batch.share_prefixes is True:
+        for obstacle in _obstacles(config, models):
+            yield f"batch.share_prefixes is true, but {obstacle}: set it to false or auto"
 
 
-def _obstacles(config: TrainConfig, models: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def with_chosen_prefixes(config: TrainConfig, models: Models, classes: Iterable[str] = ()) -> tuple[TrainConfig, str]:
+    """The recipe with `batch.share_prefixes: auto` replaced, and a sentence that says why if it is by false.
+
+    The sentence is empty if beginnings are shared, or if the recipe says whether they are. `classes` are the obstacles
+    in the models' classes, if they are built.
+    """
+    if config.batch.share_prefixes != "auto":
+        return config, ""
+    obstacle = next(chain(_obstacles(config, models), classes), None)
+    batch = config.batch.model_copy(update={"share_prefixes": obstacle is None})
+    why = f"prefixes are computed for each answer, since {obstacle}" if obstacle else ""
+    return config.model_copy(update={"batch": batch}), why
+
+
+def _obstacles(config: TrainConfig, models: Models) -> Iterator[str]:
+    """Yields the reasons, in the settings and in config.json, why beginnings cannot be shared."""
     if not config.batch.packing:
         yield "batch.packing is false, which pads whole sequences"
     if config.policy.backend != "fsdp":

@@ -331,9 +331,10 @@ class BatchConfig(Section):
     packing: bool = key(
         True, "lay sequences end to end; false: pad them to the longest, where padding counts as tokens, too"
     )
-    share_prefixes: bool = key(
-        False, "compute tokens that sequences of a micro-batch have in common from their beginning once for all of them"
-    )
+    share_prefixes: bool | Literal["auto"] = key(
+        "auto", "compute tokens that sequences of a micro-batch have in common from their beginning once for all",
+        auto="where it is possible; where not, the run says why",
+    )  # fmt: skip
     shared_tokens_min: Count = key(64, "fewest tokens in common that are computed once")
     updates_per_step: Size = key(
         1, "optimizer steps in a pass over the batch, which is cut between prompts as evenly as possible"
@@ -341,8 +342,11 @@ class BatchConfig(Section):
 
     @property
     def shared_min(self) -> int | None:
-        """The fewest tokens in common that are computed once; None: sequences share nothing."""
-        return self.shared_tokens_min if self.share_prefixes else None
+        """The fewest tokens in common that are computed once; None: sequences share nothing.
+
+        They share nothing with `auto`, either: `with_chosen_prefixes` replaces it before a run begins.
+        """
+        return self.shared_tokens_min if self.share_prefixes is True else None
 
 
 class RewardFunction(Section):

@@ -15,8 +15,10 @@ sequences. Two tokens are the same if everything that enters the model with them
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from sharding.ranks import agreed, send_to_all
@@ -45,21 +47,19 @@ class Prefixes:
 
     @classmethod
     def of_answers(cls, answers: Sequence[Answer], least: int) -> "Prefixes":
-        """Returns the order of answers, the same on all ranks, in which those of one rank's engine are neighbours.
+        """Returns the order of answers by their blocks of `least` tokens, whichever rank sampled which. Collective.
 
-        Collective: each rank compares the tokens that it has, and sends 8 bytes for each.
+        Each rank sends 8 bytes for each block of its answers; a rest of fewer tokens counts as different.
         """
         with agreed("comparing the beginnings of answers"):
-            local = [number for number, answer in enumerate(answers) if answer.trajectory is not None]
-            ids = [t.prompt_ids + t.response_ids for t in (answers[number].trajectory for number in local) if t]
-            ours = cls.of([token_bytes(row) for row in ids], least)
-            order = ours.sorted(range(len(local)))
-            message = np.array([[local[row] for row in order], ours.common], dtype="<i4").T.tobytes()
-        pairs = [pair for part in send_to_all(message) for pair in np.frombuffer(part, "<i4").reshape(-1, 2).tolist()]
-        rank = [0] * len(answers)
-        for place, (number, _) in enumerate(pairs):
-            rank[number] = place
-        return cls(rank, [common for _, common in pairs], [answer.length - 1 for answer in answers], least)
+            local = {n: t.prompt_ids + t.response_ids for n, answer in enumerate(answers) if (t := answer.trajectory)}
+            message = msgspec.msgpack.encode({n: _digests(token_bytes(ids), least) for n, ids in local.items()})
+        digests = dict[int, bytes]()
+        for part in send_to_all(message):
+            digests |= msgspec.msgpack.decode(part, type=dict[int, bytes])
+        blocks = cls.of([np.frombuffer(digests[n], "u1").reshape(-1, 8) for n in range(len(answers))], least)
+        common, lengths = [least * count for count in blocks.common], [answer.length - 1 for answer in answers]
+        return cls(blocks.rank, common, lengths, least)
 
     def sorted(self, rows: Sequence[int]) -> list[int]:
         """Returns sequences in order."""
@@ -126,6 +126,12 @@ def token_bytes(ids: Sequence[int], *inputs: np.ndarray) -> np.ndarray:
     """
     columns = [np.array(ids[:-1], dtype=">u4"), *inputs]  # big-endian numbers sort like their bytes
     return np.concatenate([c.reshape(len(ids) - 1, math.prod(c.shape[1:])).view("u1") for c in columns], axis=1)
+
+
+def _digests(tokens: np.ndarray, size: int) -> bytes:
+    """Returns the digests of the whole blocks of `size` tokens of a sequence, 8 bytes each."""
+    starts = range(0, len(tokens) - size + 1, size)
+    return b"".join(blake2b(tokens[start : start + size].tobytes(), digest_size=8).digest() for start in starts)
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

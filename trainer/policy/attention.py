@@ -300,19 +300,24 @@ def require_sharing(model: PreTrainedModel, images: bool = False) -> None:
         raise UserError(f"{key}, but {type(model).__name__} {obstacle}: set it to 1")
 
 
-def require_branches(model: PreTrainedModel, images: bool = False) -> None:
-    """Raises UserError if sequences, some of them with `images`, cannot share the computation of a common beginning."""
+def branching_obstacle(model: PreTrainedModel, images: bool = False) -> str | None:
+    """The reason why sequences, some with `images`, cannot share the computation of a common beginning, or None."""
     config = model.config.get_text_config()
-    obstacle, kinds = packing_obstacle(model, images), set(getattr(config, "layer_types", None) or ())
-    if obstacle is None and (recurrent_mixers(model) or kinds - set(BRANCHING_LAYERS)):
-        obstacle = "has recurrent layers, whose state would have to be handed to each branch"
-    if obstacle is None and config._attn_implementation != NAME:
-        obstacle = "computes its attention in its own way"
-    drops = (name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0)
-    if obstacle is None and (config.to_dict().get("attention_dropout") or next(drops, None) is not None):
-        obstacle = "has dropout, which would be the same for all sequences with a common beginning"
-    if obstacle is not None:
-        raise UserError(f"batch.share_prefixes is true, but {type(model).__name__} {obstacle}: set it to false")
+    if obstacle := packing_obstacle(model, images):
+        return obstacle
+    if recurrent_mixers(model) or set(getattr(config, "layer_types", None) or ()) - set(BRANCHING_LAYERS):
+        return "has recurrent layers, whose state would have to be handed to each branch"
+    if config._attn_implementation != NAME:
+        return "computes its attention in its own way"
+    if config.to_dict().get("attention_dropout") or any(isinstance(m, nn.Dropout) and m.p for m in model.modules()):
+        return "has dropout, which would be the same for all sequences with a common beginning"
+    return None
+
+
+def require_branches(model: PreTrainedModel, images: bool = False) -> None:
+    """Raises UserError with the `branching_obstacle` of a model, if there is one."""
+    if obstacle := branching_obstacle(model, images):
+        raise UserError(f"batch.share_prefixes is true, but {type(model).__name__} {obstacle}: set it to false or auto")
 
 
 def require_packing(model: PreTrainedModel, images: bool = False) -> None:

@@ -1,9 +1,10 @@
-"""A model that Transformers cannot build is refused by name, before anything is loaded."""
+"""What the classes of a recipe's models allow, before anything is loaded."""
 
 import json
 from pathlib import Path
 
 import pytest
+from transformers import PretrainedConfig, Qwen2Config, Qwen3NextConfig
 
 from trainer.checks import check_model
 from trainer.config.schema import TrainConfig
@@ -27,3 +28,40 @@ def test_a_type_that_transformers_does_not_have_is_named(tmp_path: Path, keys: d
     config = TrainConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"path": "unread"}})
     with pytest.raises(UserError, match=f"^model.path: {sentence.format(path=tmp_path)}$"):
         check_model(config)
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}
+PLAIN = Qwen2Config(**SMALL, num_attention_heads=2, num_key_value_heads=1)
+HYBRID = Qwen3NextConfig(
+    **SMALL, layer_types=["linear_attention", "full_attention"], num_attention_heads=2, num_key_value_heads=1,
+    head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "models", [[PLAIN], [PLAIN, PLAIN], [HYBRID], [PLAIN, HYBRID]], ids=["plain", "taught", "hybrid", "taught by one"]
+)
+def test_beginnings_are_shared_unless_a_models_class_is_in_the_way(
+    tmp_path: Path, models: list[PretrainedConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here, config.json does not say which layers are recurrent; the second model is a teacher."""
+    obstacle = "Qwen3NextForCausalLM has recurrent layers, whose state" if HYBRID in models else ""
+    paths = [str(tmp_path / str(number)) for number in range(len(models))]
+    for path, model in zip(paths, models, strict=True):
+        model.save_pretrained(path)
+        file = Path(path) / "config.json"
+        values = json.loads(file.read_text()).items()
+        file.write_text(json.dumps({key: v for key, v in values if key != "layer_types"}))
+    sections = {"model": {"path": paths[0]}, "data": {"path": "unread"}}
+    sections["algorithm"] = {"teacher": paths[1]} if len(models) > 1 else {}
+    config = check_model(TrainConfig.model_validate(sections))
+    said, wanted = capsys.readouterr().err, f"[hotbunk] prefixes are computed for each answer, since {obstacle}"
+    assert config.batch.share_prefixes == (not obstacle) and said.count("\n") == bool(obstacle)
+    assert said.startswith(wanted if obstacle else "")
+    asked = TrainConfig.model_validate(sections | {"batch": {"share_prefixes": True}})
+    if not obstacle:
+        assert check_model(asked) == asked
+        return
+    with pytest.raises(UserError, match=f"^batch.share_prefixes is true, but {obstacle}.*: set it to false or auto$"):
+        check_model(asked)

@@ -349,10 +349,14 @@ def test_a_plan_says_how_much_prompts_computed_once_save(written: Path, capsys: 
     sizes = ["--data.max_prompt_tokens", "100", "--sampling.max_tokens", "8", "--eval.max_tokens", "8"]
     sizes += ["--engine.max_model_len", "128", "--algorithm.group_size", "8", "--batch.prompts_per_step", "2"]
     sizes += ["--batch.updates_per_step", "1"]
-    lengths = ["--prompt-tokens", "100", "--answer-tokens", "4", "--batch.share_prefixes", "true"]
+    lengths = ["--prompt-tokens", "100", "--answer-tokens", "4"]
     assert main(["plan", str(written), *sizes, *lengths]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "264 of a rank's 1,664 tokens in a step (6.30 x fewer)" in printed
+    assert main(["plan", str(written), *sizes, *lengths, "--batch.packing", "false"]) == 0
+    assert "prefixes are computed for each answer, since batch.packing is false" in capsys.readouterr().out
+    assert main(["plan", str(written), *sizes, *lengths, "--batch.share_prefixes", "false"]) == 0
+    assert "computed" not in capsys.readouterr().out
 
 
 def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from trainer.config.checks import check_config
+from trainer.config.checks import check_config, models_of
 from trainer.config.machine import resolve_device, without_expandable_segments
 from trainer.config.model_file import is_multimodal, model_config
+from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.schema import TrainConfig
 from trainer.data import load_rows
 from trainer.errors import UserError
@@ -33,12 +34,13 @@ def config(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def merged(config: dict, changes: dict) -> dict[str, Any]:
+    return {section: config.get(section, {}) | changes.get(section, {}) for section in {*config, *changes}}
+
+
 def problems(config: dict, changes: dict | None = None, command: str = "train", **environ: str) -> list[str]:
-    merged = {
-        section: config.get(section, {}) | (changes or {}).get(section, {}) for section in {*config, *(changes or {})}
-    }
     try:
-        check_config(TrainConfig.model_validate(merged), command, environ)  # type: ignore[arg-type]
+        check_config(TrainConfig.model_validate(merged(config, changes or {})), command, environ)  # type: ignore[arg-type]
     except UserError as error:
         return str(error).splitlines()
     return []
@@ -56,15 +58,30 @@ def problems(config: dict, changes: dict | None = None, command: str = "train", 
         ({}, {"resid_pdrop": 0.1}, "model.path has resid_pdrop, which would drop the same"),
     ],
 )
-def test_what_cannot_share_beginnings_is_refused(
+def test_what_cannot_share_beginnings_is_refused_or_computed_whole(
     config: dict, tmp_path: Path, changes: dict, model: dict, sentence: str
 ) -> None:
+    """Refused with `true`; with `auto`, the default, every sequence is whole, and a sentence says why."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL | model))
     sharing = {"batch": {"share_prefixes": True} | changes.get("batch", {})}
     found = [problem for problem in problems(config, changes | sharing) if "share_prefixes" in problem]
     assert len(found) == 1 and re.search(rf"batch.share_prefixes is true, but {sentence}.*: set it to false", found[0])
     assert not [problem for problem in problems(config, changes) if "share_prefixes" in problem]
     assert not problems(config, {"batch": {"share_prefixes": True}}) or model
+    recipe = TrainConfig.model_validate(merged(config, changes))
+    chosen, why = with_chosen_prefixes(recipe, models_of(recipe, "train"))
+    assert chosen.batch.share_prefixes is False and chosen.batch.shared_min is None
+    assert re.fullmatch(rf"prefixes are computed for each answer, since {sentence}.*", why)
+
+
+def test_beginnings_are_shared_where_nothing_is_in_the_way(config: dict) -> None:
+    recipe = TrainConfig.model_validate(config)
+    assert recipe.batch.share_prefixes == "auto" and recipe.batch.shared_min is None
+    chosen, why = with_chosen_prefixes(recipe, models_of(recipe, "train"))
+    assert chosen.batch.share_prefixes is True and chosen.batch.shared_min == 64 and not why
+    for choice in (True, False):
+        decided = TrainConfig.model_validate(merged(config, {"batch": {"share_prefixes": choice}}))
+        assert with_chosen_prefixes(decided, models_of(decided, "train"), ["is never asked"]) == (decided, "")
 
 
 def test_valid_recipes_have_no_problems(config: dict) -> None:

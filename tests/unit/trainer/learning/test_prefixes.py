@@ -1,6 +1,8 @@
 """The trie of a micro-batch's sequences against a plain one, and its division into units."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -8,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generation.trajectory import Trajectory
-from tests.support.learning_steps import as_answers, on_ranks
+from sharding.ranks import rank, world_size
+from tests.support.learning_steps import on_ranks
 from tests.support.shared_answers import CASES
+from trainer.learning.answers import gather_answers
 from trainer.learning.batching import SHARED_TABLE, deal, micro_batches
 from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.types import Sample
@@ -142,14 +146,23 @@ def test_the_fullest_ranks_unit_is_cut_until_ranks_are_even() -> None:
     assert dealt(2, 1, 3) == [[0], [1], []]
 
 
-def test_all_ranks_know_the_order_of_answers_that_each_has_the_tokens_of() -> None:
-    """Two ranks sample whole groups; the order of all answers is the same on both, and common tokens are counted."""
+def test_all_ranks_know_the_order_of_answers_whichever_rank_sampled_them() -> None:
+    """Common tokens count in whole blocks of `least`: of the 9 of each prompt, 8."""
+    step = [Trajectory(p, s, [p] * 9, [s, 1], [1, 1], [0.0] * 2) for p in range(4) for s in range(3)]
+    step += [Trajectory(4, 0, [], [7], [1], [0.0]), Trajectory(4, 1, [3] * 30, [], [], [])]
 
-    def prompt_order() -> Prefixes:
-        step = [Trajectory(p, s, [p] * 9, [s, 1], [1, 1], [0.0] * 2) for p in range(4) for s in range(3)]
-        return Prefixes.of_answers(as_answers(step), least=4)
+    def prompt_order(by: Callable[[Trajectory], int]) -> Prefixes:
+        return Prefixes.of_answers(gather_answers([t for t in step if by(t) % world_size() == rank()]), least=4)
 
-    first, second = on_ranks(2, prompt_order)
-    assert first == second and first.lengths == [10] * 12
-    assert first.units(lambda unit: True) == [[0, 1, 2], [6, 7, 8], [3, 4, 5], [9, 10, 11]]
-    assert first.common == [0, 9, 9] * 4
+    for by in (lambda t: t.prompt_index, lambda t: t.sample_index, lambda t: 0):
+        first, second = on_ranks(2, partial(prompt_order, by))
+        assert first == second == on_ranks(1, partial(prompt_order, by))[0]
+    assert first.lengths == [10] * 12 + [0, 29] and first.cost(first.sorted([9, 10, 11, 13])) == 8 + 3 * 2 + 29 - 8
+    units = sorted(map(sorted, first.units(lambda unit: True)))
+    assert units == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+        [9, 10, 11, 13],
+        [12],
+    ]
