@@ -85,7 +85,7 @@ class PrefixTree:
     lengths: list[int]  # the number of tokens of each path
     starts: Tensor  # [S+1] int32, the index among the L tokens at which each path begins, and L
     trie: Trie  # the nodes, and the sequences' last ones
-    logical_tokens: int  # the tokens of all sequences, each counted for every sequence that has it
+    logical_tokens: int  # the tokens of all sequences, as if none were shared; at least one for each
 
     @classmethod
     def of(cls, trie: Trie, starts: list[int]) -> "PrefixTree":
@@ -101,7 +101,7 @@ class PrefixTree:
                 *above, (begin, _) = above
             ranges.append([*above, (begin, end)])
         lengths = [node.end for node in trie[0]]
-        logical = sum(node.rows * (node.end - node.begin) for node in trie[0])
+        logical = trie[1].count(-1) + sum(node.rows * (node.end - node.begin) for node in trie[0])
         return cls(ranges, lengths, torch.tensor([0, *lengths]).cumsum(0).int(), trie, logical)
 
 

@@ -63,15 +63,15 @@ def _deal_units(prefixes: Prefixes, worth: Callable[[int], int], apart: list[lis
         return prefixes.cost(prefixes.sorted(rows), worth)
 
     units = prefixes.units(lambda unit: True)
-    works = [work(unit) for unit in units]
-    most = max(map(work, apart))
+    works, most = list(map(work, units)), max(map(work, apart))
     while True:
         shares = assign_to_ranks(works, len(apart))
-        loads = [sum(works[n] for n in share) for share in shares]
+        dealt = [sorted(row for number in share for row in units[number]) for share in shares]
+        loads = list(map(work, dealt))  # parts of a unit that meet again have their beginning once
         fullest = loads.index(max(loads))
-        if max(loads) <= min(UNEVEN * sum(loads) / len(loads), most):
-            return [sorted(row for n in share for row in units[n]) for share in shares]
-        able = [n for n in shares[fullest] if len(units[n]) > 1]
+        able = [number for number in shares[fullest] if len(units[number]) > 1]
+        if loads[fullest] <= most and (not able or loads[fullest] <= UNEVEN * sum(loads) / len(loads)):
+            return dealt
         if not able:
             return apart
         largest = max(able, key=works.__getitem__)

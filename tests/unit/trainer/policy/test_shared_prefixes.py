@@ -122,15 +122,13 @@ def test_one_to_four_micro_batches_padded_packed_and_shared_are_the_same() -> No
     samples = [*CASES["five levels"], *CASES["two prompts"]]
     module = make_module()
     whole = computed(module, cut(samples, shared=None), samples)
-    total = sum(len(batch.layout.pack.tokens) for batch in cut(samples) if batch.layout.pack)
-    counts = set()
-    for budget in (10_000, total * 6 // 10, total * 4 // 10, total * 3 // 10):
-        shared = cut(samples, budget)
-        counts.add(len(shared))
+    budgets = {len(cut(samples, budget)): budget for budget in range(800, 30, -10)}
+    assert budgets.keys() >= {1, 2, 3, 4}
+    for count in (1, 2, 3, 4):
+        shared = cut(samples, budgets[count])
         assert_close(computed(module, shared, samples), whole, 5e-6)
-    padded = micro_batches(samples, total // 2, 0, "cpu", packing=False, shared_min=LEAST)
+    padded = micro_batches(samples, 300, 0, "cpu", packing=False, shared_min=LEAST)
     assert_close(computed(module, padded, samples), whole, 5e-6)
-    assert {1, 2, 3} <= counts
 
 
 @pytest.mark.parametrize("layers", ["every_second", "full"])
@@ -183,7 +181,8 @@ def test_an_mlp_sees_each_token_of_the_trie_once() -> None:
         beginnings = {tuple(row[: end + 1]) for row in ids for end in range(len(row))}
         assert seen == [max(1, len(beginnings))] * 2
         assert batch.layout.pack is not None
-        assert batch.layout.pack.tree is None or batch.layout.pack.tree.logical_tokens == sum(map(len, ids))
+        logical = sum(max(1, len(row)) for row in ids)
+        assert batch.layout.pack.tree is None or batch.layout.pack.tree.logical_tokens == logical
 
 
 def _count_tokens(seen: list[int], _: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -349,7 +349,8 @@ def test_equal_images_of_a_common_prompt_are_computed_once_and_other_pixels_are_
     assert tokens - fewer == 2 * (size + 1) + prompt.image_spans[0][0]
     for row, logprobs in whole.items():
         torch.testing.assert_close(shared[row], logprobs, **CLOSE)
-    limit = 5e-5 if kind == PER_LAYER else 1e-5  # queries of its encoder cancel: 2e-5
+    # Of its encoder, queries and keys cancel: packs are 2.4e-4 from float64, and sharing 3.4e-5 from packs.
+    limit = 5e-5 if kind == PER_LAYER else 5e-6
     for name, gradient in expected.items():
         if gradient is not None and not name.endswith("k_proj.bias"):
             sharing = got[name]
