@@ -131,14 +131,15 @@ class FsdpWeightSource:
             target = slot.view(self._dtype_of(name))
             target.copy_(self._stretch(name, start // target.itemsize, target.numel()))
         else:
-            all_gather(slot, self._padded_shard(name, slot.numel() // dist.get_world_size(group), start), group=group)
+            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group), start).to(slot.device)
+            all_gather(slot, shard, group=group)
 
     def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
         """Gather parameters into their slots, as one collective.
         Returns what to wait for, and memory to keep until then.
         """
         parts = dist.get_world_size(group)
-        shards = [self._padded_shard(name, slot.numel() // parts) for name, slot in pairs]
+        shards = [self._padded_shard(name, slot.numel() // parts).to(slot.device) for name, slot in pairs]
         if len(pairs) == 1:
             return all_gather(pairs[0][1], shards[0], group=group, async_op=True), shards
         with dist._coalescing_manager(group, async_ops=True) as works:
@@ -288,7 +289,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return partition(tensor)[: whole_shape(tensor).numel()]
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    return tensor.full_tensor() if _is_cut(tensor) else tensor.to_local()
+    return unsharded(tensor) if _is_cut(tensor) else tensor.to_local()
+
+
+def unsharded(tensor: DTensor) -> torch.Tensor:
+    """Gather all of a DTensor on its mesh's device, whose collectives cannot read shards in host memory."""
+    on_device: Any = tensor.to(tensor.device_mesh.device_type)
+    whole: torch.Tensor = on_device.full_tensor()
+    return whole
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:

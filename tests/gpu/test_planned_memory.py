@@ -26,16 +26,17 @@ ANSWERS = 8
 ESTIMATED = "CUDA and NCCL"  # what the plan works out from nothing
 
 
-def compare(folder: str) -> int:
+def compare(folder: str, way: str, update_on: str) -> int:
     """The exit code of a process that has a GPU to itself: 1 where the plan is more than 5 % off."""
     make_tiny_model(Path(folder), hidden_size=512, intermediate_size=2048, heads=8, kv_heads=4, vocab_size=8192)
-    config = recipe(Path(folder), "cuda", "pull", 1)
+    config = recipe(Path(folder), "cuda", way, 1)
     sizes = {"prompts_per_step": 1, "tokens_per_micro_batch": 4096, "packing": True}
     config = config.model_copy(
         update={
             "batch": config.batch.model_copy(update=sizes),
             "algorithm": config.algorithm.model_copy(update={"group_size": ANSWERS}),
             "data": config.data.model_copy(update={"max_prompt_tokens": 64}),
+            "policy": config.policy.model_copy(update={"update_on": update_on, "offload": "none"}),
             "sampling": config.sampling.model_copy(update={"max_tokens": 192}),
         }
     )
@@ -48,6 +49,8 @@ def compare(folder: str) -> int:
     with ExitStack() as resources:
         trial = Trial(config, resources)
         trial.manager.sleep()
+        with trial.manager.generation_shift(trial.policy):
+            pass  # from its end on, `zero_copy` shares the weights
         asleep_bytes = trial.engine_bytes()
         (batch,) = micro_batches(samples, config.batch.tokens_per_micro_batch, 0, trial.device, packing=True)
         for _ in range(2):  # the first makes the optimizer's state
@@ -56,7 +59,8 @@ def compare(folder: str) -> int:
         peak = torch.cuda.max_memory_allocated()
         with trial.manager.generation_shift(trial.policy):
             shift_bytes = trial.engine_bytes() - asleep_bytes
-    planned = engine["engine: weights"].generating + engine["engine: KV cache"].generating
+    awake = [engine[name] for name in ("engine: weights", "engine: KV cache")]
+    planned = sum(part.generating - part.training for part in awake)
     print(f"engine: {shift_bytes / GIB:.3f} GiB between asleep and awake, planned {planned / GIB:.3f}")
     training = sum(part.training for part in trainer_parts(config, model, 1, device_gib) if part.name != ESTIMATED)
     print(f"trainer: {peak / GIB:.3f} GiB at most in an update, planned {training / GIB:.3f}")
@@ -64,8 +68,9 @@ def compare(folder: str) -> int:
     return int(abs(shift_bytes - planned) > 0.05 * planned or abs(peak - training) > 0.05 * training)
 
 
-def test_an_update_and_a_shift_need_the_memory_that_is_planned(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.gpu.test_planned_memory", str(tmp_path / "model")]
+@pytest.mark.parametrize(("way", "update_on"), [("pull", "device"), ("staged", "host"), ("zero_copy", "host")])
+def test_an_update_and_a_shift_need_the_memory_that_is_planned(tmp_path: Path, way: str, update_on: str) -> None:
+    command = [sys.executable, "-m", "tests.gpu.test_planned_memory", str(tmp_path / "model"), way, update_on]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
@@ -73,4 +78,4 @@ def test_an_update_and_a_shift_need_the_memory_that_is_planned(tmp_path: Path) -
 
 if __name__ == "__main__":
     processes.start_guardian()
-    processes.run(lambda: compare(sys.argv[1]))
+    processes.run(lambda: compare(*sys.argv[1:]))

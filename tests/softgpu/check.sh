@@ -79,6 +79,9 @@ run ppo 1 --algorithm.preset ppo
 run slices 1 --rollout.slice_tokens 3
 run offload_optimizer 1 --sync.way staged --policy.offload optimizer
 run offload_all 2 --sync.way staged --policy.offload all
+run host 1 --policy.update_on host
+run host_ranks 2 --policy.update_on host
+run host_zero_copy 1 --sync.way zero_copy --policy.update_on host
 for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero_stage $stage; done
 limit=0.15 run lora 1 --lora.rank 8 --policy.dtype bfloat16 --batch.prompts_per_step 2 --algorithm.group_size 2
 run lora_merged 2 --lora.rank 8 --lora.sync merged

@@ -238,7 +238,7 @@ def two_ranks(models: str, results: str) -> None:
     run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
     run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
     run["routed"] = lambda: check_routed(folder, 3)
-    run["steps zero 3, offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, offload_optimizer=True)
+    run["steps zero 3, offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, update_on="host")
     run["export whole"] = lambda: check_export(folder, 2, "qwen2", True)
     run["export cut"] = lambda: check_export(folder, 3, "qwen3_moe", False)
     run["sent whole"] = lambda: check_source(folder, 1, "qwen2", True)

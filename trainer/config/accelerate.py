@@ -31,7 +31,6 @@ _IGNORED = {  # keys whose effect Hotbunk has anyway, or that do not change resu
 }  # fmt: skip
 _OFF = ("no", "none", "false", "", "auto", "{}", "[]")  # values by which a key asks for nothing
 _COUNTERPARTS = {  # keys that are refused, and what to use instead
-    "fsdp_offload_params": "policy.offload moves weights and optimizer state to the host between shifts",
     "offload_param_device": "policy.offload moves weights and optimizer state to the host between shifts",
     "gradient_accumulation_steps": "batch.updates_per_step and batch.tokens_per_micro_batch decide it",
     "deepspeed_config_file": "the keys of policy replace that file",
@@ -41,8 +40,9 @@ _COUNTERPARTS = {  # keys that are refused, and what to use instead
     "downcast_bf16": "policy.dtype decides it",
 }
 _TRANSLATED = (
-    "activation_checkpointing", "distributed_type", "fsdp_activation_checkpointing", "fsdp_reshard_after_forward",
-    "fsdp_sharding_strategy", "gradient_clipping", "mixed_precision", "offload_optimizer_device", "zero_stage",
+    "activation_checkpointing", "distributed_type", "fsdp_activation_checkpointing", "fsdp_offload_params",
+    "fsdp_reshard_after_forward", "fsdp_sharding_strategy", "gradient_clipping", "mixed_precision",
+    "offload_optimizer_device", "zero_stage",
 )  # fmt: skip
 _DTYPES = {"no": "float32", "bf16": "bfloat16"}
 _BACKENDS = {"NO": "fsdp", "MULTI_GPU": "fsdp", "MULTI_CPU": "fsdp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
@@ -120,6 +120,7 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
             )
         keys["reshard_after_forward"] = _RESHARD[name]
         keys["activation_checkpointing"] = "full" if fsdp.activation_checkpointing else "none"
+        keys["update_on"] = "host" if str(section.get("fsdp_offload_params")).lower() == "true" else "device"
     if kind == "DEEPSPEED":
         section = config.deepspeed_config
         zero = DeepSpeedPlugin(
@@ -131,8 +132,9 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
             raise ValueError(f"zero_stage is {zero.zero_stage}, but policy.zero_stage is 1, 2 or 3")
         if zero.offload_optimizer_device not in ("none", "cpu"):
             device = zero.offload_optimizer_device
-            raise ValueError(f"offload_optimizer_device is {device}, but policy.offload_optimizer covers cpu and none")
-        keys |= {"zero_stage": zero.zero_stage, "offload_optimizer": zero.offload_optimizer_device == "cpu"}
+            raise ValueError(f"offload_optimizer_device is {device}, but policy.update_on covers cpu and none")
+        home = "host" if zero.offload_optimizer_device == "cpu" else "device"
+        keys |= {"zero_stage": zero.zero_stage, "update_on": home}
         if zero.gradient_clipping not in (None, "auto"):
             keys["max_grad_norm"] = float(zero.gradient_clipping)
     return keys

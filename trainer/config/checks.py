@@ -148,14 +148,12 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
             "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank at all times: "
             "set it to 2, which computes the same in less memory, or policy.dtype to float32"
         )
-    if policy.backend != "deepspeed" and policy.offload_optimizer:
-        yield "policy.offload_optimizer works with policy.backend: deepspeed only"
     fsdp_only = {"policy.compile": policy.compile, "critic.shared": config.critic.shared}
     fsdp_only["policy.shard_size"] = policy.shard_size is not None
     for key in filter(fsdp_only.get, fsdp_only) if policy.backend != "fsdp" else ():
         yield f"{key} works with policy.backend: fsdp only"
-    if policy.offload_optimizer and policy.offload != "none":
-        yield "policy.offload is set, but policy.offload_optimizer keeps that state in host memory: leave one out"
+    if policy.update_on == "host" and policy.offload != "none":
+        yield "policy.offload is set, but policy.update_on: host keeps that state in host memory: leave one out"
     if (product := policy.lr * policy.weight_decay) >= 1:
         yield f"policy.lr * policy.weight_decay = {product:g} would reduce weights to 0 in one step: lower one"
     if policy.shard_size is not None:

@@ -35,6 +35,7 @@ RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
     "data.eval_path": ("eval.datasets.NAME.path", {}),
     "data.eval_size": ("eval.datasets.NAME.size", {}),
     "data.eval_split": ("eval.datasets.NAME.split", {}),
+    "policy.offload_optimizer": ("policy.update_on", {True: "host", False: "device"}),
     "engine.apart": ("engine.placement", {0: "shared", int: "ranks, and engine.ranks: {}"}),
     "sync.zero_copy": ("sync.way", {True: "zero_copy", False: "staged"}),
 }

@@ -233,7 +233,11 @@ class PolicyConfig(Section):
     zero_stage: Literal[1, 2, 3] = key(
         3, "deepspeed only: what ZeRO shards", **{"1": "optimizer state", "2": "gradients, too", "3": "weights, too"}
     )
-    offload_optimizer: bool = key(False, "deepspeed only: optimizer state in host memory, update on the CPU")
+    update_on: Literal["device", "host"] = key(
+        "device", "where optimizer state stays, and the optimizer's step is computed",
+        device="on the accelerator",
+        host="in host memory, by the CPU; with FSDP2 master weights and gradients are there as well",
+    )  # fmt: skip
     dtype: Dtype = key(
         "bfloat16", "dtype of forward and backward; gradients are reduced in float32",
         float32="exact, for checks", bfloat16="half the memory and faster",

@@ -87,6 +87,9 @@ def pull_obstacles(config: TrainConfig, ranks: int, local_ranks: int) -> Iterato
     reasons = {
         "policy.zero_stage below 3 shards no weights: set it to 3": deepspeed and policy.zero_stage < 3,
         "policy.offload moves weights away in every shift: set it to optimizer": policy.offload == "all",
+        "policy.update_on: host keeps them in host memory: set it to device": (
+            policy.update_on == "host" and resolve_device(config) == "cuda"
+        ),
         "lora.sync sends the adapter by itself: set it to merged": config.lora.engines_apply,
         f"a copy of the model is sharded over {size} ranks, and a machine has {local_ranks}: set policy.shard_size": (
             local_ranks % size > 0

@@ -238,18 +238,21 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     width, shards = compute_width(policy), shards_of(policy, ranks)
     trained = shard(model.trained, shards)
     deepspeed, stage = policy.backend == "deepspeed", policy.zero_stage
-    on_device = 0 if deepspeed and policy.offload_optimizer else trained
     # On a CPU, the host's memory is the device's.
     put_away = ("none", "optimizer", "all").index(policy.offload) if resolve_device(config) == "cuda" else 0
+    on_host = updates_on_host(config)
+    on_device = 0 if on_host else trained
     parts = []
-    if deepspeed or model.adapters:
+    if deepspeed or (model.adapters and not on_host):
         kept = width * (model.total if deepspeed and stage < 3 else shard(model.shapes, shards))
         parts.append(MemoryPart(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
     in_place = config.sync.way == "zero_copy" and name == "policy"  # the policy computes with the engine's weights
     masters = 0 if in_place and width == _FLOAT32 else _FLOAT32 * on_device
     moments = 2 * _FLOAT32 * on_device
-    gradients = sum(shape.numel() for shape in model.trained.values()) if deepspeed and stage == 1 else trained
+    gradients = trained if deepspeed else on_device
+    if deepspeed and stage == 1:
+        gradients = sum(shape.numel() for shape in model.trained.values())
     # ZeRO-3 allocates both of its gradient buffers once (`IPGBucketZ3` and `grad_partitions_flat_buffer` in
     # deepspeed/runtime/zero/stage3.py).
     if deepspeed and stage == 3:
@@ -261,6 +264,11 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
         MemoryPart(f"{name}: Adam's moments", 0 if put_away else moments, moments),
         MemoryPart(f"{name}: gradients", lasting, _FLOAT32 * gradients),
     ]
+
+
+def updates_on_host(config: TrainConfig) -> bool:
+    """Whether the optimizer's state is in memory apart from the device's."""
+    return config.policy.update_on == "host" and resolve_device(config) == "cuda"
 
 
 def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
@@ -286,7 +294,9 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
     targets, kept, last_norm, working = _activation_bytes(config, policy, model, ranks)
     embedding = model.rest if model.tied else model.rest - model.head  # this unit stays gathered until the end
-    ahead = w * model.layer if shards_of(policy, ranks) > 1 else 0
+    ahead: float = w * model.layer if shards_of(policy, ranks) > 1 else 0
+    if updates_on_host(config) and not deepspeed:  # float32 shards are copied to the device before they are cast
+        ahead += _FLOAT32 * model.layer / shards_of(policy, ranks)
     before, within = w * model.rest + ahead, w * (embedding + model.layer) + ahead
     if learner.unsharded or not policy.reshard_after_forward:
         before = within = 0 if learner.unsharded else w * model.total

@@ -51,6 +51,9 @@ _LOGIT_BYTES = 48
 """Bytes of memory traffic per logit: forward writes and reads it in bfloat16 and float32, for normaliser, choice and
 entropy; backward does so again, and writes and reads its gradient (`trainer.policy.logprobs`)."""
 
+_HOST_MEMORY = 100e9
+"""Bytes a second that the CPU reads and writes for one rank's optimizer; estimated."""
+
 _ADAM_BYTES = 40
 """Bytes of memory traffic per parameter: norm and clipping 12, AdamW reads four float32 numbers and writes three."""
 
@@ -214,12 +217,31 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     if policy.sequence_parallel > 1:
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
     yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
-    trained = shard(model.trained, shards)
-    yield Cost("update: optimizer", passes * updates * _ADAM_BYTES * trained / memory)
+    trained, on_host = shard(model.trained, shards), policy.update_on == "host"
+    yield Cost("update: optimizer", passes * updates * _ADAM_BYTES * trained / (_HOST_MEMORY if on_host else memory))
+    if on_host:
+        yield _host_copies(config, trained, micro_batches=micro_batches, updates=passes * updates, busy=busy)
     reference = algorithm.teacher is None and algorithm.kl_coef > 0
     scores = int(reference or algorithm.teacher is not None) + int(updates * passes > 1)
     if scores:
         yield Cost("scores", scores * model.flops.forward(tokens, targets, pairs) / compute, remark="forward alone")
+
+
+def _host_copies(config: TrainConfig, trained: float, micro_batches: int, updates: int, busy: float) -> Cost:
+    """The time of copies to and from the host while a rank's `trained` parameters are updated there.
+
+    FSDP2 copies float32 weights in forward and in backward, and gradients back, in every micro-batch, beside the work
+    on other layers. A policy that computes with the engine's weights, and ZeRO, copy gradients, and weights once an
+    update, in the compute dtype.
+    """
+    policy, width = config.policy, compute_width(config.policy)
+    if policy.backend == "deepspeed" or config.sync.way == "zero_copy":
+        return Cost("update: host copies", (micro_batches + updates) * width * trained / HOST)
+    seconds = 12 * micro_batches * trained / HOST
+    waited = max(0.0, seconds - busy)
+    return Cost(
+        "update: host copies", waited, seconds - waited, f"weights and gradients of {micro_batches} micro-batches"
+    )
 
 
 def _gathers(

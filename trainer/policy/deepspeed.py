@@ -119,7 +119,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
     def _settings(self) -> dict[str, Any]:
         config = self.config
         zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": self.device.type == "cuda"}
-        if config.offload_optimizer:
+        if config.update_on == "host":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         return {
             "train_micro_batch_size_per_gpu": 1,  # without effect, since `update` sets the boundaries of a step

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -56,6 +56,8 @@ class ShardedModel(Offloadable):
         self.source = source
         self.device = device
         self.config = settings
+        self._on_host = trainable and settings.update_on == "host"
+        self.home = torch.device("cpu") if self._on_host else device  # where weights and optimizer state stay
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
         if not trainable:
@@ -119,7 +121,9 @@ class ShardedModel(Offloadable):
             self.optimizer.state[parameter]["step"].fill_(self.version)
 
     def _load(self, start: hf_format.StartValue) -> None:
-        hf_format.load_sharded(self.model, self.source, self.device, start)
+        hf_format.load_sharded(self.model, self.source, self.home, start)
+        for buffer in self.module.buffers() if self.home != self.device else ():
+            buffer.data = buffer.to(self.device)  # FSDP2 moves parameters alone
 
     def _moments(self) -> Iterator[Tensor]:  # only an update needs them
         return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
@@ -134,7 +138,7 @@ class ShardedModel(Offloadable):
         """
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
-        shard = partial(fully_shard, mesh=mesh, mp_policy=precision)
+        shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=self._offload_policy())
         self._compile()
         for layer in decoder(self.model).layers:
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)
@@ -159,6 +163,16 @@ class ShardedModel(Offloadable):
                 unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._replicas = world_size() // mesh.size(-1)
+
+    def _offload_policy(self) -> OffloadPolicy:
+        """PyTorch's own policy where the update is the host's (`policy.update_on`).
+
+        A block of our own to which gradients move unit by unit was weighed. It could keep rounded weights on the device
+        and overlap the optimizer's step with backward, but clipping needs the norm of all gradients first. FSDP2's
+        policy gathers from page-locked memory, awaits each copy of a gradient before the optimizer's step, and adds up
+        micro-batches in their order, so that a step equals the device's and a resumed run itself, bit for bit.
+        """
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_host else OffloadPolicy()
 
     def _compile(self) -> None:
         """Compiles the norms and dense MLPs of the decoder layers, for any length, since lengths of packs differ.

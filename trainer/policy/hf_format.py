@@ -37,6 +37,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
 from sharding.ranks import agreed, is_main
+from sharding.send.source import local_part, unsharded
 from trainer.config.schema import ModelConfig
 from trainer.errors import UserError
 from trainer.model_structure import decoder, has_vision
@@ -271,8 +272,8 @@ def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.P
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         begin = offset[0] * math.prod(parameter.shape[1:])
         part = rows(begin, begin + math.prod(shape)).view(shape)
-        size, stride = parameter.shape, parameter.stride()
-        local = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+        local = torch.empty_like(parameter, device=part.device)  # `DTensor.from_local` would move it to the mesh's
+        local_part(local).copy_(part)
     else:
         local = rows(0, parameter.numel()).view(parameter.shape)
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
@@ -390,7 +391,7 @@ def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().to(dtype, copy=True)
     local = parameter.detach().to(dtype)
-    return local.full_tensor() if isinstance(local, DTensor) else local
+    return unsharded(local) if isinstance(local, DTensor) else local
 
 
 class _Writer:

@@ -18,7 +18,8 @@ class InPlacePolicy(FsdpPolicy):
 
     It is always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each
     use. Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so the weights are
-    the same bit for bit.
+    the same bit for bit. With `policy.update_on: host` masters, gradients and optimizer state are in host memory: the
+    device holds the engine's weights, and gradients until they have been copied.
     """
 
     def _shard(self) -> None:
@@ -28,18 +29,18 @@ class InPlacePolicy(FsdpPolicy):
     @torch.no_grad()
     def _load(self, start: hf_format.StartValue) -> None:
         super()._load(start)
-        # The trained parameters by name: if the compute dtype is float32, they are the weights themselves.
+        # The trained parameters by name: in float32, on one device, they are the weights themselves.
         self.masters: dict[str, nn.Parameter] = {}
         if self.module.value_head is not None:
             self.module.value_head.to(self.device)
         for weight in self.module.parameters():
             if not weight.requires_grad:
-                weight.data = weight.detach().to(self.compute_dtype)
+                weight.data = weight.detach().to(self.device, self.compute_dtype)
         for name, weight in super().trained().items():
             self.masters[name] = weight
-            if self.compute_dtype != torch.float32:
-                self.masters[name] = nn.Parameter(weight.detach())
-                weight.data = weight.detach().to(self.compute_dtype)
+            if self.compute_dtype != torch.float32 or self.home != self.device:
+                self.masters[name] = nn.Parameter(weight.detach().to(self.home))
+                weight.data = weight.detach().to(self.device, self.compute_dtype)
                 weight.register_post_accumulate_grad_hook(partial(_accumulate, self.masters[name]))
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -89,7 +90,7 @@ class InPlacePolicy(FsdpPolicy):
 
 
 def _accumulate(master: Tensor, weight: Tensor) -> None:
-    """Adds a weight's gradient to its master's, in float32, and frees it."""
+    """Adds a weight's gradient to its master's, in float32 and where the master is, and frees it."""
     assert weight.grad is not None
-    gradient, weight.grad = weight.grad.to(master.dtype), None
+    gradient, weight.grad = weight.grad.to(master.device).to(master.dtype), None  # rounded values are fewer bytes
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)

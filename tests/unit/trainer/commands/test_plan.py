@@ -249,8 +249,19 @@ def test_sharding_by_zero_depends_on_its_stage(
     assert parts["policy: weights to compute with"][0] == 2 * (total if whole_weights else part)
     assert parts["policy: gradients"][1] == 4 * (total if whole_gradients else part)
     assert parts["policy: gradients"][0] == (4 * part if stage == 3 else 0), "ZeRO-3 keeps its buffer"
-    away = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "offload_optimizer": True})
+    policy = {"backend": "deepspeed", "zero_stage": stage, "update_on": "host"}
+    away = recipe(tiny_qwen2, policy=policy, run={"device": "cuda"})
     assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: Adam's moments"] == (0, 0)
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora": {"rank": 4}}, {"sync": {"way": "zero_copy"}}])
+def test_a_policy_that_is_updated_on_the_host_keeps_nothing_on_the_device(tiny_qwen2: Path, keys: Any) -> None:
+    """Of the engine's weights, which zero_copy shares, `engine_parts` has the bytes."""
+    for device, away in (("cuda", True), ("cpu", False)):
+        config = recipe(tiny_qwen2, run={"device": device}, policy={"update_on": "host"}, **keys)
+        parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 2, 80.0))
+        kept = sum(training for name, (_, training) in parts.items() if name.startswith("policy: "))
+        assert (kept == 0) == away
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -14,14 +14,20 @@ from trainer.errors import UserError
 
 FOUND = find_spec("trl")
 SHIPPED = Path(FOUND.origin or "").parent / "accelerate_configs" if FOUND else Path()
+FSDP = {
+    "backend": "fsdp",
+    "reshard_after_forward": True,
+    "activation_checkpointing": "none",
+    "update_on": "device",
+}
 WANTED: dict[str, dict[str, Any]] = {
-    "fsdp1": {"backend": "fsdp", "reshard_after_forward": True, "activation_checkpointing": "none"},
-    "fsdp2": {"backend": "fsdp", "reshard_after_forward": True, "activation_checkpointing": "none"},
+    "fsdp1": FSDP,
+    "fsdp2": FSDP,
     "multi_gpu": {"backend": "fsdp"},
     "single_gpu": {"backend": "fsdp"},
-    "zero1": {"backend": "deepspeed", "zero_stage": 1, "offload_optimizer": False},
-    "zero2": {"backend": "deepspeed", "zero_stage": 2, "offload_optimizer": False},
-    "zero3": {"backend": "deepspeed", "zero_stage": 3, "offload_optimizer": False},
+    "zero1": {"backend": "deepspeed", "zero_stage": 1, "update_on": "device"},
+    "zero2": {"backend": "deepspeed", "zero_stage": 2, "update_on": "device"},
+    "zero3": {"backend": "deepspeed", "zero_stage": 3, "update_on": "device"},
 }
 
 
@@ -59,7 +65,6 @@ def test_keys_of_the_recipe_take_precedence(tmp_path: Path) -> None:
     [
         ({"mixed_precision": "fp16"}, "policy.dtype"),
         ({"distributed_type": "MEGATRON_LM"}, "policy.backend"),
-        ({"fsdp_config": {"fsdp_offload_params": True}}, "policy.offload"),
         ({"fsdp_config": {"fsdp_reshard_after_forward": "HYBRID_SHARD"}}, "policy.shard_size"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "policy.zero_stage"),
         (
@@ -68,7 +73,7 @@ def test_keys_of_the_recipe_take_precedence(tmp_path: Path) -> None:
         ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "nvme"}},
-            "policy.offload_optimizer",
+            "policy.update_on",
         ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_accumulation_steps": 4}},
@@ -86,11 +91,16 @@ def test_keys_without_counterpart_are_refused_with_the_key_to_use(
     assert sentence.startswith("policy.accelerate_config: ") and len(sentence) - len(str(tmp_path)) < 300
 
 
+def test_offloaded_parameters_are_updated_on_the_host(tmp_path: Path) -> None:
+    for offloaded, home in ((True, "host"), (False, "device")):
+        assert policy_keys(written(tmp_path, fsdp_config={"fsdp_offload_params": offloaded}))["update_on"] == home
+
+
 def test_clipping_is_translated_and_another_kinds_section_is_left_out(tmp_path: Path) -> None:
     deepspeed = {"zero_stage": 2, "gradient_clipping": 0.5, "gradient_accumulation_steps": "auto"}
     kind = {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
     keys = policy_keys(written(tmp_path, **kind, fsdp_config={"fsdp_offload_params": True}))
-    assert keys == {"backend": "deepspeed", "zero_stage": 2, "offload_optimizer": False, "max_grad_norm": 0.5}
+    assert keys == {"backend": "deepspeed", "zero_stage": 2, "update_on": "device", "max_grad_norm": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,9 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
         ({"policy": {"backend": "deepspeed", "compile": True}}, 1, "policy.compile works with .* fsdp only"),
         ({"policy": {"backend": "deepspeed", "shard_size": 2}}, 2, "policy.shard_size works with .* fsdp only"),
         (
-            {"policy": {"backend": "deepspeed", "offload_optimizer": True, "offload": "all"}},
+            {"policy": {"backend": "deepspeed", "update_on": "host", "offload": "all"}},
             1,
-            "policy.offload is set, but policy.offload_optimizer",
+            "policy.offload is set, but policy.update_on",
         ),
         (
             {"policy": {"backend": "deepspeed"}, "critic": {"shared": True}, "algorithm": {"preset": "ppo"}},

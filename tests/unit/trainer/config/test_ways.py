@@ -81,6 +81,7 @@ def test_a_sync_way_set_in_the_recipe_is_kept(config: dict) -> None:
         ({"policy": {"offload": "all"}}, 2, "policy.offload moves weights away in every shift: set it to optimizer"),
         ({"policy": {"backend": "deepspeed", "zero_stage": 2}}, 2, "policy.zero_stage below 3 shards no weights"),
         ({"lora": {"rank": 4}}, 2, "lora.sync sends the adapter by itself: set it to merged"),
+        ({"run": {"device": "cuda"}, "policy": {"update_on": "host"}}, 2, "policy.update_on: host keeps them in host"),
         ({}, 4, "a copy of the model is sharded over 4 ranks, and a machine has 2: set policy.shard_size"),
     ],
 )

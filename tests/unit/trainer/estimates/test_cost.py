@@ -130,6 +130,19 @@ def test_shared_memory_needs_no_sync_and_offloading_takes_time(tiny_qwen2: Path)
     assert more == pytest.approx(2 * 8 * BILLION.total / 50e9)
 
 
+def test_updates_on_the_host_take_time_for_copies_beside_the_work(tiny_qwen2: Path) -> None:
+    """FSDP2 copies float32 weights twice and gradients once, a policy in place rounded ones once each."""
+    size = BILLION.total
+    sharded = by_name(step_costs(config(tiny_qwen2, policy={"update_on": "host"}), BILLION, 1, GPU, LENGTHS))
+    copies = sharded["update: host copies"]
+    count = round((copies.seconds + copies.hidden) * 50e9 / (12 * size))
+    assert count and copies.seconds + copies.hidden == pytest.approx(count * 12 * size / 50e9)
+    keys: dict[str, Any] = {"policy": {"update_on": "host"}, "sync": {"way": "zero_copy"}}
+    shared = by_name(step_costs(config(tiny_qwen2, **keys), BILLION, 1, GPU, LENGTHS))
+    assert shared["update: host copies"].seconds == pytest.approx((count + 1) * 2 * size / 50e9)
+    assert shared["update: optimizer"].seconds == pytest.approx(40 * size / 100e9)
+
+
 def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2: Path) -> None:
     """Six of eight ranks train, two generate; weights are gathered and broadcast."""
     apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 2})
