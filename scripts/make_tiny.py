@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a tiny, randomly initialised model with tokenizer and chat template, without a network.
 
-    python scripts/make_tiny.py FOLDER [--architecture qwen2|qwen3|llama|gemma3|qwen3_moe|deepseek_v2] [--untied] ...
+    python scripts/make_tiny.py FOLDER [--architecture qwen2|qwen3|llama|gemma3|qwen3_moe|deepseek_v2|lfm2] ...
 
 `trainer/commands/tiny_model.py` defines the model.
 """

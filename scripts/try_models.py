@@ -11,6 +11,8 @@ Each family of tests/support/families.py is a process of its own, which adds one
     leak      the largest change in a pack's other sequences when the first is replaced, nats
     sharing, lora, routes   "ok", or why sequence parallelism, lora.target_modules: all-linear, model.routes are refused
     gaps      an engine's mean and largest difference from the trainer after the first sync and after a step of AdamW
+    p95       the 95th percentile of both together
+    dense     in bfloat16: the same percentile of a dense model, Qwen3, of that width and depth in bfloat16
     dtype     the engine's, float32 unless vLLM's CPU build has none for the family
     engine    why no engine starts, or a sync is not verified
 
@@ -66,7 +68,11 @@ def try_family(family: str) -> Row:
             return row | {"refused": f"no tiny checkpoint: {reason(error)}"}
         try:
             row |= _trainer(folder)
-            return row | _engine(folder, packing="leak" in row)
+            row |= _engine(folder, "leak" in row)
+            if row["dtype"] == "bfloat16" and "p95" in row:
+                make_family("qwen3", folder / "dense")
+                row["dense"] = _engine(folder / "dense", True, "bfloat16")["p95"]
+            return row
         except Exception as error:
             return row | {"refused": reason(error).removeprefix(f"{folder}: ")}
 
@@ -84,13 +90,25 @@ def _samples(first: int) -> list[Any]:
     return [Sample(tokens, [1] * len(tokens), [0.0] * len(tokens)) for tokens in ids]
 
 
+def _settings(folder: Path) -> Any:
+    """Returns the settings of the model, with eager attention if it has no other."""
+    import torch
+
+    from trainer.config.schema import ModelConfig
+    from trainer.policy.hf_format import build_meta_model
+
+    settings = ModelConfig(path=str(folder))
+    built = outcome(lambda: build_meta_model(folder, settings, torch.float32, torch.device("cpu")))
+    return ModelConfig(path=str(folder), attn_implementation="eager") if "set it to eager" in built else settings
+
+
 def _policy(folder: Path) -> Any:
     import torch
 
-    from trainer.config.schema import ModelConfig, PolicyConfig
+    from trainer.config.schema import PolicyConfig
     from trainer.policy.fsdp import FsdpPolicy
 
-    return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(dtype="float32", lr=1e-3), torch.device("cpu"))
+    return FsdpPolicy(_settings(folder), PolicyConfig(dtype="float32", lr=1e-3), torch.device("cpu"))
 
 
 def _scores(policy: Any, samples: list[Any], packing: bool) -> list[Any]:
@@ -108,7 +126,7 @@ def _trainer(folder: Path) -> Row:
     import torch
     from transformers import AutoConfig
 
-    from trainer.config.schema import LoraConfig, ModelConfig
+    from trainer.config.schema import LoraConfig
     from trainer.policy.attention import require_packing, require_sharing
     from trainer.policy.hf_format import build_meta_model, model_kind
     from trainer.policy.lora import add_adapters
@@ -135,7 +153,7 @@ def _trainer(folder: Path) -> Row:
         packed = _scores(policy, samples, packing=True)
         row["packed"] = furthest(packed, alone)
         row["leak"] = furthest(packed[1:], _scores(policy, _samples(2), packing=True)[1:])
-    settings = ModelConfig(path=str(folder))
+    settings = _settings(folder)
 
     def meta() -> Any:
         return build_meta_model(folder, settings, torch.float32, torch.device("cpu"))
@@ -146,7 +164,7 @@ def _trainer(folder: Path) -> Row:
     return row
 
 
-def _engine(folder: Path, packing: bool) -> Row:
+def _engine(folder: Path, packing: bool, asked: str | None = None) -> Row:
     """Tries two syncs of a real engine, with a step of AdamW between them."""
     import torch
 
@@ -155,27 +173,29 @@ def _engine(folder: Path, packing: bool) -> Row:
     from trainer.build import weight_source
     from trainer.config.model_file import model_config
 
-    dtype = torch.bfloat16 if model_config(str(folder)).get("linear_key_head_dim") else torch.float32
-    row: Row = {"dtype": str(dtype).removeprefix("torch.")}
-    prompts = [list(range(20, 30)), list(range(40, 45))]
+    row: Row = {"dtype": asked or ("bfloat16" if model_config(str(folder)).get("linear_key_head_dim") else "float32")}
+    dtype = getattr(torch, row["dtype"])
+    prompts = [list(range(20 + 10 * n, 25 + 10 * n + 5 * (n % 2))) for n in range(8)]
     try:
         policy = _policy(folder)
         with Colocated(folder, dtype=dtype, policy=policy, source=weight_source(policy, dtype)) as both:
             both.manager.sleep()
-            row["gaps"] = []
+            row["gaps"], differences = [], []
             for seed in (0, 1):
                 with both.manager.generation_shift(policy):
                     row["verified"] = both.manager.report.verified
                     answers = [both.complete(p, SamplingSettings(max_tokens=24), seed) for p in prompts]
-                row["gaps"].append(_gap(policy, prompts, answers, packing))
+                differences.append(_differences(policy, prompts, answers, packing))
+                row["gaps"].append([float(differences[-1].mean()), float(differences[-1].max())])
                 _learn(policy, packing)
+            row["p95"] = float(torch.cat(differences).quantile(0.95))
     except Exception as error:
         row["engine"] = reason(error)
     return row
 
 
-def _gap(policy: Any, prompts: list[list[int]], answers: list[Any], packing: bool) -> list[float]:
-    """Returns the mean and the largest difference between the engine's and the trainer's log-probabilities."""
+def _differences(policy: Any, prompts: list[list[int]], answers: list[Any], packing: bool) -> Any:
+    """Returns the absolute differences between the engine's and the trainer's log-probabilities, of all answers."""
     import torch
 
     from trainer.types import Sample
@@ -185,13 +205,12 @@ def _gap(policy: Any, prompts: list[list[int]], answers: list[Any], packing: boo
         ids, known = prompt + answer.token_ids, [0] * len(prompt)
         samples.append(Sample(ids, known + [1] * len(answer.token_ids), [0.0] * len(prompt) + answer.logprobs))
     scores = _scores(policy, samples, packing)
-    differences = torch.cat(
+    return torch.cat(
         [
             (score[len(p) - 1 :] - torch.tensor(answer.logprobs)).abs()
             for score, p, answer in zip(scores, prompts, answers, strict=True)
         ]
     )
-    return [float(differences.mean()), float(differences.max())]
 
 
 def _learn(policy: Any, packing: bool) -> None:
@@ -229,6 +248,9 @@ def reasons(row: Row) -> list[str]:
     """Returns the lines below the table that say why something is refused."""
     texts = [row.get(key) for key in ("refused", "packed", "engine", "lora", "routes")]
     given = dict.fromkeys(text for text in texts if isinstance(text, str) and text != "ok")
+    if "dense" in row:
+        width = f"{row['p95'] / row['dense']:.1f} × the {row['dense']:.1e} of a dense model of its width"
+        given |= {f"in bfloat16, 95 % of the gaps are at most {row['p95']:.1e}, {width}": None}
     return [f"- {row['family']}: {text}" for text in given if "has no experts" not in text]
 
 

@@ -28,6 +28,7 @@ from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_mod
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtypes
 from sharding.worker.recording import Recording, storage_key
+from sharding.worker.repairs import keep_bias_of_head, keep_scalars_of_xielu, load_biases_of_experts
 from sharding.worker.storage import StorageBuckets, StorageCarrier
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ if current_platform.is_cpu():  # vLLM imports this module before it builds the m
     choose_with_biases()
     if _PLAIN_ON_CPU:
         keep_weights_plain()
+load_biases_of_experts()
+keep_scalars_of_xielu()
+keep_bias_of_head()
 
 READERS: dict[str, Callable[[Any], Buckets]]
 READERS = {"staged": StagedBuckets, "storage": StorageBuckets}

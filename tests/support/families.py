@@ -46,11 +46,17 @@ _INDEXED = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 4}
 _GRANITE = _MAMBA | {"layer_types": ["mamba", "attention"], "mamba_expand": 2, "position_embedding_type": "nope"}
 _GRANITE |= {"shared_intermediate_size": 256}
 _FALCON = _MAMBA | {"mamba_d_ssm": 256}
+# vLLM reads keys of its own, which the released configurations have beside those that Transformers reads.
+_MIMO = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "v_head_dim": 32}
+_MIMO |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 32, "swa_v_head_dim": 32}
+_MIMO |= {"sliding_window": 64, "sliding_window_size": 64, "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1]}
+_MIMO |= {"add_swa_attention_sink_bias": True, "layernorm_epsilon": 1e-5, "partial_rotary_factor": 0.334}
+_MIMO |= {"rope_theta": 5e6, "swa_rope_theta": 1e4}
 _TIED = {"tie_word_embeddings": True}  # vLLM computes logits from the embedding, whatever the configuration says
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 FAMILIES: dict[str, tuple[str, Settings]] = {
-    "afmoe": ("afmoe", _EXPERTS),
+    "afmoe": ("afmoe", _EXPERTS | {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "cohere2": ("cohere2", _TIED | {"sliding_window": 64, "logit_scale": 0.25}),
@@ -58,7 +64,9 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "deepseek_v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "greedy", "scoring_func": "softmax"}),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v32": ("deepseek_v32", _DEEPSEEK | _INDEXED),
-    "deepseek_v4": ("deepseek_v4", {}),
+    "deepseek_v4": ("deepseek_v4", _ROUTED | {"num_key_value_heads": 1, "head_dim": 64, "q_lora_rank": 48}
+                    | {"o_groups": 2, "o_lora_rank": 32, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64}
+                    | {"mlp_layer_types": ["moe", "moe"], "intermediate_size": 64}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
                      | {"moe_intermediate_size": 64, "moe_layer_start_index": 1}),
@@ -76,7 +84,9 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", _ROUTED),
     "glm4_moe_lite": ("glm4_moe_lite", _DEEPSEEK),
-    "glm5_next": ("glm5_next", {}),
+    "glm5_next": ("glm5_next_text", _LATENT | _ROUTED | _INDEXED | {"qk_rope_head_dim": 0, "linear_num_heads": 4}
+                  | {"linear_head_dim": 32, "layer_types": ["linear_attention", "indexed_attention"]}
+                  | {"mlp_layer_types": ["dense", "sparse"]}),
     "glm_moe_dsa": ("glm_moe_dsa", _DEEPSEEK | _INDEXED),
     "gpt_oss": ("gpt_oss", _LOCAL_EXPERTS | _SLIDING | {"sliding_window": 32}),
     "granite3": ("granite", {"logits_scaling": 8.0, "embedding_multiplier": 4.0, "residual_multiplier": 0.5}
@@ -99,10 +109,12 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
                  | _TIED),
     "llama": ("llama", {}),
     "llama4": ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256}
-               | {"interleave_moe_layer_step": 1, "attention_chunk_size": 64}),
-    "longcat_flash": ("longcat_flash", {}),
+               | {"interleave_moe_layer_step": 1, "attention_chunk_size": 128}),
+    "longcat_flash": ("longcat_flash", _LATENT | {"ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "moe_topk": 2}
+                      | {"n_routed_experts": 4, "zero_expert_num": 2, "zero_expert_type": "identity"}
+                      | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}),
-    "mimo_v2_flash": ("mimo_v2_flash", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "mimo_v2_flash": ("mimo_v2_flash", _MIMO),
     "minicpm3": ("minicpm3", {"num_key_value_heads": 4}),
     "minimax_m2": ("minimax_m2", _LOCAL_EXPERTS | {"rotary_dim": 32, "scoring_func": "sigmoid"}
                    | {"use_routing_bias": True}),
@@ -124,12 +136,15 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64}),
     "qwen3_moe": ("qwen3_moe", _EXPERTS),
     "qwen3_next": ("qwen3_next", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 1}),
-    "qwen4_exp": ("qwen4_exp", {}),
+    "qwen4_exp": ("qwen4_exp_text", _DELTA | _EXPERTS | {"layer_types": ["linear_attention", "indexed_attention"]}
+                  | {"shared_expert_intermediate_size": 64, "hc_lowrank": 16, "indexer_n_heads": 4}
+                  | {"indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 64, "indexer_compress_ratio": 4}),
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "stablelm": ("stablelm", {}),
     "starcoder2": ("starcoder2", {}),
-    "zamba2": ("zamba2", {"num_hidden_layers": 3}),
+    "zamba2": ("zamba2", _TIED | {"num_hidden_layers": 3, "num_key_value_heads": 4, "mamba_d_state": 16}
+               | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "chunk_size": 16}),
     # Vision-language classes, whose model_type is a name in `scripts.tiny_vlm.ARCHITECTURES`.
     "gemma3_vl": ("gemma3", _TIED),
     "gemma4_vl": ("gemma4", _TIED),

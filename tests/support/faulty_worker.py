@@ -24,3 +24,13 @@ class FaultyWorker(VllmInternalWorkerExtension):
 
         WeightLoader.finish = finish_stale  # type: ignore[method-assign]
         return {"error": None, "parameters": len(stale)}
+
+    def pack_convolution(self) -> dict[str, Any]:
+        """Packs a convolution as vLLM does on CPUs with AVX512-BF16, in an order that no CPU has."""
+        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
+        layers = [(name, module) for name, module in model.named_modules() if name.endswith("conv1d")]
+        name, layer = layers[0]
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        layer._cpu_unpacked_conv_weight = weight.detach().flatten(1).clone()
+        weight.data = weight.detach().flip(0).clone()
+        return {"error": None, "layer": name}

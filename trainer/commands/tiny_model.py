@@ -16,7 +16,7 @@ PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
 TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 ROLES = ["system", "user", "assistant", "tool"]
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "deepseek_v2")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "deepseek_v2", "lfm2")
 
 # Rendering is plain concatenation, message by message: a longer conversation always begins with the shorter one's text.
 CHAT_TEMPLATE = """\
@@ -96,13 +96,18 @@ def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 
-def special_settings(architecture: str, heads: int, head_dim: int, experts: int, width: int) -> dict[str, Any]:
+def special_settings(
+    architecture: str, layers: int, heads: int, head_dim: int, experts: int, width: int
+) -> dict[str, Any]:
     """The settings that only one architecture has, or that it fixes."""
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
     if architecture == "gemma3":
         return {"query_pre_attn_scalar": head_dim, "sliding_window": 64}
     if architecture == "qwen3_moe":
         return moe | {"num_experts": experts}
+    if architecture == "lfm2":  # a hybrid; vLLM reads the last two keys
+        types = ["full_attention" if number % 2 else "conv" for number in range(layers)]
+        return {"layer_types": types, "conv_dim": heads * head_dim, "block_dim": heads * head_dim}
     if architecture != "deepseek_v2":
         return {}
     # vLLM's attention on CPU supports one size of latent vectors, 512 and 64; and its plain rotary embedding on CPU
@@ -112,8 +117,8 @@ def special_settings(architecture: str, heads: int, head_dim: int, experts: int,
     rope = yarn | {"rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
     sizes = {"q_lora_rank": 3 * head_dim // 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
     sizes |= {"qk_nope_head_dim": head_dim, "v_head_dim": head_dim, "num_key_value_heads": heads}
-    layers = {"first_k_dense_replace": 1, "n_routed_experts": experts, "n_shared_experts": 1}
-    return moe | sizes | layers | {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
+    mixture = {"first_k_dense_replace": 1, "n_routed_experts": experts, "n_shared_experts": 1}
+    return moe | sizes | mixture | {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
 
 
 def make_tiny_model(
@@ -146,7 +151,7 @@ def make_tiny_model(
         raise ValueError("vLLM does not support deepseek_v2 with a tied head: make it untied")
     shape = text_settings(tokenizer, hidden_size, layers, heads, kv_heads, tied)
     shape |= {"vocab_size": vocab_size, "intermediate_size": intermediate_size, "dtype": "float32"}
-    shape |= special_settings(architecture, heads, hidden_size // heads, experts, intermediate_size // 2)
+    shape |= special_settings(architecture, layers, heads, hidden_size // heads, experts, intermediate_size // 2)
     config = AutoConfig.for_model("gemma3_text" if architecture == "gemma3" else architecture, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

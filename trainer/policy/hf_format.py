@@ -105,6 +105,8 @@ def build_meta_model(
             model = build(attn_implementation="eager")  # `choose_attention` refuses `asked` unless ours replaces it
     for name in filter(is_route_bias, saved_buffers(model)):
         set_buffer(model, name, model.get_buffer(name).float())
+    if model.base_model is model and hasattr(model, "model"):  # Llama 4 names another attribute than it has
+        model.base_model_prefix = "model"
     if not hasattr(decoder(model), "layers"):
         name = type(model).__name__
         raise UserError(f"{folder}: {name} does not keep its decoder layers in one list: use another model")
@@ -144,12 +146,17 @@ def model_kind(config: PretrainedConfig) -> Any:
 def choose_attention(model: PreTrainedModel, asked: str) -> None:
     """Replaces PyTorch's attention by the trainer's if the result is the same.
 
-    Image encoders, which are not causal, keep the implementation that was asked for.
+    Image encoders, which are not causal, keep the implementation that was asked for. Raises UserError if neither the
+    trainer nor Transformers has that for this model.
     """
     chosen = attention.implementation(asked, model)
-    model.set_attn_implementation(
-        {"": chosen, "text_config": chosen, "vision_config": asked} if has_vision(model.config) else chosen
-    )
+    try:
+        model.set_attn_implementation(
+            {"": chosen, "text_config": chosen, "vision_config": asked} if has_vision(model.config) else chosen
+        )
+    except ValueError as error:
+        lacks = f"Transformers has no {asked} for {type(model).__name__}"
+        raise UserError(f"model.attn_implementation: {lacks}: set it to eager, and batch.packing to false") from error
 
 
 def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":

@@ -53,6 +53,7 @@ def test_an_engine_computes_with_the_decay_of_every_version(
             with pytest.raises(RemoteError, match=r"does not hold what was sent: .*A_log"):
                 both.manager.wake(both.policy)
             assert outcome["parameters"] == 1
+            assert_a_packed_convolution_is_named(both)
 
 
 def assert_a_shifted_pack_is_named(
@@ -80,6 +81,15 @@ def assert_a_shifted_pack_is_named(
         patch.setattr(module, "trunk_inputs", shifted_inputs)
         with pytest.raises(UserError, match=r"nats apart on average in the first step.*batch.packing false"):
             check_first_gap(gap(), config)
+
+
+def assert_a_packed_convolution_is_named(both: Colocated) -> None:
+    """A convolution that vLLM has packed is not written as it is, and no update of it is called verified."""
+    [outcome] = both.leader.thread.run(both.leader.engine.ask_workers("pack_convolution"), 60, "a fault")
+    both.policy.randomise(4)
+    both.manager.sleep()
+    with pytest.raises(RemoteError, match=rf"{outcome['layer']}\.weight is packed .* set .* to false"):
+        both.manager.wake(both.policy)
 
 
 def test_a_buffer_that_is_not_sent_is_named_in_the_first_sync(tmp_path: Path) -> None:
