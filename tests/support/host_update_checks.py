@@ -26,23 +26,24 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen": {"freeze": ["model.layers.0"]},
     "adapters": {"lora": LoraConfig(rank=4, dropout=0.0)},
     "critic": {"kind": Critic},
+    "recomputed": {"activation_checkpointing": "full"},
     "in place": {"kind": InPlacePolicy},
     "in place, float32": {"kind": InPlacePolicy, "dtype": "float32"},
 }
 
 
-def make(folder: Path, update_on: str, case: str, clip: float = 1e9) -> ShardedModel:
+def make(folder: Path, update_on: str, case: str, clip: float = 1e9, **policy: Any) -> ShardedModel:
     """A model of this case whose gradients are clipped to `clip`."""
-    keys = SETTINGS | CASES[case] | {"update_on": update_on, "max_grad_norm": clip}
+    keys = SETTINGS | CASES[case] | {"update_on": update_on, "max_grad_norm": clip} | policy
     kind, lora = keys.pop("kind", FsdpPolicy), keys.pop("lora", None)
     more = {"lora": lora} if lora else {}
     source = checks.model_folder(folder)
     return kind(ModelConfig(path=str(source)), PolicyConfig(**keys), checks.CPU, **more)
 
 
-def step(model: ShardedModel, factor: float = 1.0) -> Any:
+def step(model: ShardedModel, factor: float = 1.0, lengths: list[int] = checks.LENGTHS) -> Any:
     """One update on two micro-batches or more; `factor` multiplies the loss, or a critic's values."""
-    batches = checks.own_batches(checks.make_samples(), 60)
+    batches = checks.own_batches(checks.make_samples(lengths), 60)
     if isinstance(model, Critic):
         loss = critic_checks.squared_error(batches)
         return model.update(batches, lambda batch, values: loss(batch, values * factor))

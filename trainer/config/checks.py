@@ -152,6 +152,11 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
     fsdp_only["policy.shard_size"] = policy.shard_size is not None
     for key in filter(fsdp_only.get, fsdp_only) if policy.backend != "fsdp" else ():
         yield f"{key} works with policy.backend: fsdp only"
+    if policy.offload_activations and policy.activation_checkpointing == "none":
+        yield (
+            "policy.offload_activations is true, but only the inputs of recomputed layers are moved: "
+            "set policy.activation_checkpointing to full"
+        )
     if policy.update_on == "host" and policy.offload != "none":
         yield "policy.offload is set, but policy.update_on: host keeps that state in host memory: leave one out"
     if (product := policy.lr * policy.weight_decay) >= 1:

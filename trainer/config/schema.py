@@ -258,6 +258,7 @@ class PolicyConfig(Section):
         "none", "layers whose activations are recomputed in backward, which saves memory and costs time",
         none="no layers; also false", every_second="every second layer", full="all layers; also true",
     )  # fmt: skip
+    offload_activations: bool = key(False, "keep the inputs of recomputed layers in host memory until backward")
     max_skipped_steps: Count = key(3, "number of non-finite updates in a row that ends the run")
     compile: bool = key(False, "torch.compile for norms and MLPs; fsdp only; the first steps take a minute")
     reshard_after_forward: bool = key(True, "free gathered weights between forward and backward")

@@ -345,7 +345,8 @@ def _activation_bytes(
     tokens = min(largest, every) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
     again = recomputed_layers(policy, model)
-    kept = again * w * hidden + (model.layers - again) * layer
+    away = policy.offload_activations and resolve_device(config) == "cuda"
+    kept = (0 if away else again) * w * hidden + (model.layers - again) * layer
     # With every_second, the first of each two layers is recomputed.
     last_again = policy.activation_checkpointing == "full" or again > model.layers - again
     working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)

@@ -214,6 +214,9 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     shared = tokens * policy.sequence_parallel
     micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
     busy = products + elementwise
+    if policy.offload_activations:  # to the host in forward and back in backward, on the stream that computes
+        size = recomputed_layers(policy, model) * tokens * compute_width(policy) * model.config["hidden_size"]
+        yield Cost("update: activations", passes * 2 * size / HOST, remark="inputs of recomputed layers")
     if policy.sequence_parallel > 1:
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
     yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)

@@ -37,7 +37,7 @@ class Critic(ShardedModel):
         except ValueError as error:
             lacks = "Transformers has no classifier of its type"
             raise UserError(f"{model.path} cannot be a critic: {lacks}; set critic.shared to true") from error
-        hf_format.checkpoint_activations(built, settings.activation_checkpointing)
+        hf_format.checkpoint_activations(built, settings.activation_checkpointing, settings.offload_activations)
         fresh = HEAD not in hf_format.SafetensorsFolder(source).names
         module = ValueModule(built, hf_format.make_vision(built, source))
 

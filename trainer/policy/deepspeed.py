@@ -75,7 +75,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.model = self._build(model)
         freeze(self.model, policy.freeze)
-        hf_format.checkpoint_activations(self.model, policy.activation_checkpointing)
+        hf_format.checkpoint_activations(self.model, policy.activation_checkpointing, policy.offload_activations)
         # DeepSpeed divides gradients by the number of ranks.
         record, ranks = model.routes == "recorded", world_size()
         self.routing = Routing(self.model, self._routers, record, ranks) if self._routers else None

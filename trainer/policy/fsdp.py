@@ -276,7 +276,7 @@ class FsdpPolicy(ShardedModel, Policy):
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
             freeze(built, policy.freeze)
-            hf_format.checkpoint_activations(built, policy.activation_checkpointing)
+            hf_format.checkpoint_activations(built, policy.activation_checkpointing, policy.offload_activations)
         if device.type == "cpu" and policy.dtype == "float32":
             add_rows_to_head(built)
         routers = asked_routers(built, model.routes) if trainable else {}

@@ -169,10 +169,16 @@ def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
     return Vision(model, ImageProcessor(str(folder)))
 
 
-def checkpoint_activations(model: PreTrainedModel, layers: Literal["none", "every_second", "full"]) -> None:
-    """Makes decoder layers keep only their input and recompute the rest in backward (arXiv:1604.06174)."""
+def checkpoint_activations(
+    model: PreTrainedModel, layers: Literal["none", "every_second", "full"], offload: bool = False
+) -> None:
+    """Makes decoder layers keep only their input and recompute the rest in backward (arXiv:1604.06174).
+
+    With `offload` the inputs of layers on a GPU wait in page-locked host memory (`torch.autograd.graph.save_on_cpu`).
+    """
     if layers != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=1 if layers == "full" else 2)
+        every, offload = 1 if layers == "full" else 2, offload and torch.cuda.is_available()
+        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every, offload=offload)
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:

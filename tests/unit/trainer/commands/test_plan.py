@@ -1,5 +1,6 @@
 """`hotbunk plan`: its arithmetic by hand, its sizes against the model's and vLLM's own, what it refuses."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -252,6 +253,16 @@ def test_sharding_by_zero_depends_on_its_stage(
     policy = {"backend": "deepspeed", "zero_stage": stage, "update_on": "host"}
     away = recipe(tiny_qwen2, policy=policy, run={"device": "cuda"})
     assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: Adam's moments"] == (0, 0)
+
+
+def test_inputs_of_recomputed_layers_in_host_memory_are_not_the_devices(tiny_qwen2: Path) -> None:
+    kept = {}
+    for device, offload in itertools.product(("cuda", "cpu"), (False, True)):
+        policy = {"activation_checkpointing": "full", "offload_activations": offload}
+        config = recipe(tiny_qwen2, run={"device": device}, policy=policy)
+        parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1, 80.0))
+        kept[device, offload] = parts["activations"][1]
+    assert kept["cuda", True] < kept["cuda", False] and kept["cpu", True] == kept["cpu", False]
 
 
 @pytest.mark.parametrize("keys", [{}, {"lora": {"rank": 4}}, {"sync": {"way": "zero_copy"}}])

@@ -140,6 +140,11 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             r"num_attention_heads of model.path = 6 must be divisible by .* \(4\)",
         ),
         (
+            {"policy": {"offload_activations": True}},
+            1,
+            "policy.offload_activations is true, .*: set policy.activation_checkpointing to full",
+        ),
+        (
             {"policy": {"sequence_parallel": 2}, "batch": {"packing": False}},
             2,
             "policy.sequence_parallel is 2, but only sequences without padding can be cut: set batch.packing to true",

@@ -13,7 +13,7 @@ from trainer.config.schema import TrainConfig
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.layouts import RankSplit, compared, comparison
 from trainer.estimates.model_sizes import ModelSizes
-from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_traffic
+from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_amount, update_traffic
 from trainer.model_structure import ModelFlops
 
 GPU = Gpu(flops=1e15, memory_gib=80, memory_rate=4e12, link_rate=4e11, network_rate=5e10, pattern="")
@@ -141,6 +141,14 @@ def test_updates_on_the_host_take_time_for_copies_beside_the_work(tiny_qwen2: Pa
     shared = by_name(step_costs(config(tiny_qwen2, **keys), BILLION, 1, GPU, LENGTHS))
     assert shared["update: host copies"].seconds == pytest.approx((count + 1) * 2 * size / 50e9)
     assert shared["update: optimizer"].seconds == pytest.approx(40 * size / 100e9)
+
+
+def test_activations_go_to_the_host_and_back(tiny_qwen2: Path) -> None:
+    policy = {"activation_checkpointing": "every_second", "offload_activations": True}
+    costs = by_name(step_costs(config(tiny_qwen2, policy=policy), BILLION, 1, GPU, LENGTHS))
+    tokens = update_amount(config(tiny_qwen2), 1, LENGTHS)[0]
+    layers, hidden = (BILLION.layers + 1) // 2, BILLION.config["hidden_size"]
+    assert costs["update: activations"].seconds == pytest.approx(2 * tokens * layers * hidden * 2 / 50e9)
 
 
 def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2: Path) -> None:
