@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.conftest import ROOT
+from tests.support import largest_models
 from trainer.checks import check_budget
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
@@ -253,6 +254,10 @@ def test_sharding_by_zero_depends_on_its_stage(
     policy = {"backend": "deepspeed", "zero_stage": stage, "update_on": "host"}
     away = recipe(tiny_qwen2, policy=policy, run={"device": "cuda"})
     assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: Adam's moments"] == (0, 0)
+
+
+def test_the_table_of_the_largest_models_is_the_plans() -> None:
+    assert largest_models.table() in (ROOT / "docs/memory-and-scale.md").read_text()
 
 
 def test_inputs_of_recomputed_layers_in_host_memory_are_not_the_devices(tiny_qwen2: Path) -> None:
