@@ -99,6 +99,11 @@ def loss_of_values(error: Any, batch: MicroBatch, out: Outputs) -> Any:
     return error(batch, out.values)
 
 
+def distance(scores: Iterator[Outputs], batch: MicroBatch, out: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared distance of a student's log-probabilities from its teacher's."""
+    return ((out.logprobs - next(scores).logprobs) ** 2 * batch.loss_mask).sum() / 2, {}
+
+
 def by_row(batches: Batches, tables: list[Tensor]) -> dict[int, Tensor]:
     """The numbers of each sample, by its index."""
     return {
@@ -109,7 +114,7 @@ def by_row(batches: Batches, tables: list[Tensor]) -> dict[int, Tensor]:
 
 
 def check_others(folder: Path) -> None:
-    """Values of a critic and of a head on the policy's trunk, a reference's scores, and a supervised step."""
+    """Values of a critic and of a head on the policy's trunk, and scores of a reference and a teacher; updates."""
     whole, shared = both(SAMPLES[rank() :: world_size()], 60)
     source = checks.model_folder(folder, "qwen2", True)
     found: list[list[Any]] = []
@@ -125,7 +130,15 @@ def check_others(folder: Path) -> None:
 
         gradients.append(applied(policy, batches, 1.0, loss=partial(loss_of_values, error)))
         reference = FrozenPolicy(ModelConfig(path=str(source)), config, checks.CPU)
-        found.append([values, by_row(batches, [o.logprobs for o in reference.score(batches, 1.0)]), *gradients])
+        teacher = FrozenPolicy(ModelConfig(path=str(checks.model_folder(folder, "gemma3", True))), config, checks.CPU)
+        taught = teacher.score(batches, 1.0)
+        student = checks.make_policy(source)
+        gradients.append(applied(student, batches, 1.0, loss=partial(distance, iter(taught))))
+        logprobs = [
+            torch.stack([one.logprobs, other.logprobs], 2)
+            for one, other in zip(reference.score(batches, 1.0), taught, strict=True)
+        ]
+        found.append([values, by_row(batches, logprobs), *gradients])
     for (row, one), (_, other) in zip(sorted(found[0][0].items()), sorted(found[1][0].items()), strict=True):
         torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
         torch.testing.assert_close(found[1][1][row], found[0][1][row], atol=1e-5, rtol=0)

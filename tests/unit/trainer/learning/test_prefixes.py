@@ -4,17 +4,21 @@ import random
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generation.trajectory import Trajectory
 from sharding.ranks import rank, world_size
 from tests.support.learning_steps import on_ranks
-from tests.support.shared_answers import CASES
+from tests.support.shared_answers import CASES, group
 from trainer.learning.answers import gather_answers
 from trainer.learning.batching import SHARED_TABLE, deal, micro_batches
+from trainer.learning.groups import MiniBatch
+from trainer.learning.metrics import share_metrics
 from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.types import Sample
 
@@ -133,14 +137,14 @@ def loads_of_ranks(seed: int, ranks: int, prompts: int, size: int) -> tuple[list
     """
     draw, ids = random.Random(seed), list[list[int]]()
     for prompt in range(prompts):
-        common = [prompt] * draw.randint(1, 40)
+        common = [prompt] * draw.randint(1, 16)
         for _ in range(draw.randint(1, size)):
-            ids.append([*common, *draw.choices(range(3), k=draw.randint(1, 20))])
+            ids.append([*common, *draw.choices(range(3), k=draw.randint(1, 8))])
     draw.shuffle(ids)
     prefixes = Prefixes.of(list(map(token_bytes, ids)), 1)
 
     def work(length: int) -> int:
-        return length + length**2 // 50
+        return length + length**2 // 20
 
     def load(rows: list[int]) -> int:
         return sum(work(len(some)) - work(len(some) - 1) for some in beginnings([ids[row][:-1] for row in rows]))
@@ -197,3 +201,21 @@ def test_all_ranks_know_the_order_of_answers_whichever_rank_sampled_them() -> No
         [9, 10, 11, 13],
         [12],
     ]
+
+
+def test_tokens_lost_to_routes_are_those_that_equal_routes_would_share() -> None:
+    """Distinct beginnings of tokens with their routes, less distinct beginnings of tokens alone."""
+    samples, routed = group(4, 20, [6]), list[list[int]]()
+    for number, (sample, place) in enumerate(zip(samples, (9, 15, 15, 0), strict=True)):
+        first = torch.tensor([token % 4 for token in sample.input_ids[:-1]])
+        first[place:] = number
+        sample.routes = torch.stack([first, torch.full_like(first, 4)], 1).unsqueeze(1).to(torch.uint8)
+        routed.append((torch.tensor(sample.input_ids[:-1]) + 100 * first).tolist())  # a number for both
+    batches = micro_batches(samples, 60, 0, "cpu", packing=True, shared_min=1)
+    assert len(batches) == 2
+    lost = 0
+    for rows in (batch.rows for batch in batches):
+        lost += len(beginnings([routed[row] for row in rows]))
+        lost -= len(beginnings([samples[row].input_ids[:-1] for row in rows]))
+    groups: list[Any] = [[[answer] for answer in range(4)]]
+    assert share_metrics([MiniBatch(groups, batches, 1, 4)], 1)["share/lost_to_routes"] == lost > 0

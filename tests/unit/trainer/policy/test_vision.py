@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -355,3 +356,27 @@ def test_equal_images_of_a_common_prompt_are_computed_once_and_other_pixels_are_
         if gradient is not None and not name.endswith("k_proj.bias"):
             sharing = got[name]
             assert sharing is not None and float((sharing - gradient).norm()) <= limit * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_ranks_that_share_a_tree_with_images_have_consecutive_parts_of_it(
+    tiny_vlm: TinyModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places of image tokens and rotary positions on two ranks, end to end, are those of one."""
+    folder = tiny_vlm(architecture=kind)
+    processor, module = ImageProcessor(str(folder)), make_module(folder)
+    assert module.vision is not None
+    prompt = make_sample(processor, [5, noise(1, 84, 28), 3, noise(2, 28, 28), 4], 1)
+    samples = [replace(prompt, input_ids=[*prompt.input_ids[:-6], *range(n, n + 6)]) for n in (20, 30, 40)]
+    samples.append(make_sample(processor, [9, noise(1, 84, 28)], 2))
+    places, positions = list[list[int]](), list[Any]()
+    for ways, number in ((1, 0), (2, 0), (2, 1)):
+        monkeypatch.setattr("trainer.learning.batching.rank", lambda number=number: number)
+        (batch,) = micro_batches(samples, 10_000, 0, "cpu", 1, packing=True, ways=ways, shared_min=3)
+        assert batch.layout.pack is not None and batch.layout.pack.tree is not None
+        inputs = module.vision.inputs(batch)
+        places.append((inputs["places"] + batch.layout.pack.begin).tolist())
+        positions.append(inputs["named"].get("position_ids"))
+    assert places[1] + places[2] == places[0] and places[1] and places[2]
+    if positions[0] is not None:
+        assert torch.equal(torch.cat(positions[1:], 2), positions[0])
