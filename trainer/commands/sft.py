@@ -39,7 +39,8 @@ from trainer.data import (
 )
 from trainer.engines import fetch_model, rank_device
 from trainer.errors import UserError
-from trainer.learning.batching import deal, micro_batches
+from trainer.learning.batching import deal
+from trainer.learning.groups import make_batches
 from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.rollouts.level import RolloutLevel
@@ -222,14 +223,13 @@ def update(policy: Policy, samples: list[Transcript], config: TrainConfig, pad_i
 
 def batches_of(samples: list[Transcript], config: TrainConfig, pad_id: int, policy: Policy) -> list[MicroBatch]:
     """This rank's share of `samples`, the same on all ranks, in micro-batches on the device. Collective."""
-    ways, sizes = config.policy.sequence_parallel, policy.work.of
-    worth, more = sizes.tokens_worth, sizes.image_token
-    budget, packing, shared = config.batch.tokens_per_micro_batch, config.batch.packing, config.batch.shared_min
-    prefixes = None if shared is None else Prefixes.of([token_bytes(sample.input_ids) for sample in samples], shared)
-    shares = deal([len(sample.input_ids) for sample in samples], worth, ways, prefixes)
+    least, sizes = config.batch.shared_min, policy.work.of
+    prefixes = None if least is None else Prefixes.of([token_bytes(sample.input_ids) for sample in samples], least)
+    lengths = [len(sample.input_ids) for sample in samples]
+    shares = deal(lengths, sizes.tokens_worth, config.policy.sequence_parallel, prefixes)
     with agreed("reading the images of the samples") if any(sample.stored for sample in samples) else nullcontext():
         share = [samples[i].with_images() for i in shares[rank()]]
-    return micro_batches(share, budget, pad_id, policy.device, None, packing, ways, worth, more, shared)
+    return make_batches(share, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
 
 
 def cross_entropy(tokens: int) -> LossFn:

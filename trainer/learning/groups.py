@@ -167,15 +167,13 @@ def prepare(
     papers.
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
-    ways = config.policy.sequence_parallel
     shares = [deal_answers(portion, config, worth) for portion in answers]
     filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
     make = partial(to_sample, overlong_filter=filters, routes=routes, version=version, mask_old=masks)
     samples = exchange_samples(answers, shares, make, routes)
-    budget, packing, shared = config.batch.tokens_per_micro_batch, config.batch.packing, config.batch.shared_min
     minibatches = []
     for groups, portion, by_rank, local in zip(portions, answers, shares, samples, strict=True):
-        batches = micro_batches(local, budget, pad_id, device, None, packing, ways, worth, image_token, shared)
+        batches = make_batches(local, config, pad_id, device, worth, image_token)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
         tokens = [t.trainable(filters, masks) for t in portion]
@@ -188,6 +186,20 @@ def deal_answers(answers: list[Answer], config: TrainConfig, worth: Callable[[in
     least = config.batch.shared_min
     prefixes = None if least is None else Prefixes.of_answers(answers, least)
     return deal([answer.length for answer in answers], worth, config.policy.sequence_parallel, prefixes)
+
+
+def make_batches(
+    samples: list[Sample],
+    config: TrainConfig,
+    pad_id: int,
+    device: torch.device,
+    worth: Callable[[int], int],
+    image_token: float,
+) -> list[MicroBatch]:
+    """Divides this rank's samples into micro-batches as the recipe says (`micro_batches`). Collective."""
+    batch, ways = config.batch, config.policy.sequence_parallel
+    sizes = batch.tokens_per_micro_batch, pad_id, device, None, batch.packing, ways
+    return micro_batches(samples, *sizes, worth, image_token, batch.shared_min)
 
 
 def to_sample(

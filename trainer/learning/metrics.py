@@ -18,8 +18,7 @@ from trainer.algorithms.losses import LEVELS
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples
-from trainer.learning.batching import micro_batches
-from trainer.learning.groups import MiniBatch, deal_answers, to_sample
+from trainer.learning.groups import MiniBatch, deal_answers, make_batches, to_sample
 from trainer.learning.policy_loss import split_by_age
 from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.learning.routes import engine_routes
@@ -128,13 +127,11 @@ def gap_without_update(
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
     if not chosen:
         return {}
-    ways, sizes = config.policy.sequence_parallel, policy.work.of
-    worth, image_token = sizes.tokens_worth, sizes.image_token
-    shares = deal_answers(chosen, config, worth)
+    sizes = policy.work.of
+    shares = deal_answers(chosen, config, sizes.tokens_worth)
     routes = engine_routes(config, policy)
     [samples] = exchange_samples([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
-    budget, packing, shared = config.batch.tokens_per_micro_batch, config.batch.packing, config.batch.shared_min
-    batches = micro_batches(samples, budget, pad_id, policy.device, None, packing, ways, worth, image_token, shared)
+    batches = make_batches(samples, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
     return engine_gap(gaps, config.algorithm)
