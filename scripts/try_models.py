@@ -39,6 +39,15 @@ SECONDS = 300
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HOTBUNK_IMAGES": "1"}  # vLLM's code of some text models imports torchvision
 Row = dict[str, Any]
 
+KNOWN = {
+    "deepseek_v4": "Transformers attends eagerly only, which cannot be packed, and vLLM's class of its configuration "
+    "refuses the mlp_layer_types that Transformers writes",
+    "gemma3n": "vLLM does not compute its inputs per layer, so that the gap is wide once they matter",
+    "glm5_next": "Transformers has its class for images alone, and vLLM no code for CPUs",
+    "longcat_flash": "vLLM refuses the weights that Transformers has for experts that compute nothing",
+}
+"""Family -> the reason why it does not train, where errors do not say it in a sentence."""
+
 
 def reason(error: BaseException) -> str:
     """Returns the first line of an error, with its type unless it is meant for users."""
@@ -246,6 +255,8 @@ def line(row: Row) -> str:
 
 def reasons(row: Row) -> list[str]:
     """Returns the lines below the table that say why something is refused."""
+    if row["family"] in KNOWN:
+        return [f"- {row['family']}: {KNOWN[row['family']]}"]
     texts = [row.get(key) for key in ("refused", "packed", "engine", "lora", "routes")]
     given = dict.fromkeys(text for text in texts if isinstance(text, str) and text != "ok")
     if "dense" in row:

@@ -143,7 +143,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "stablelm": ("stablelm", {}),
     "starcoder2": ("starcoder2", {}),
-    "zamba2": ("zamba2", _TIED | {"num_hidden_layers": 3, "num_key_value_heads": 4, "mamba_d_state": 16}
+    "zamba2": ("zamba2", _TIED | {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 64, "mamba_d_state": 16}
                | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "chunk_size": 16}),
     # Vision-language classes, whose model_type is a name in `scripts.tiny_vlm.ARCHITECTURES`.
     "gemma3_vl": ("gemma3", _TIED),
