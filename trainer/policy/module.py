@@ -249,4 +249,5 @@ def _for_loss(batch: MicroBatch, *values: Tensor) -> tuple[Tensor, ...]:
 
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
     """Values [K] from hidden states [K, H], in float32: bfloat16 is too coarse, since 0.996 and 1 are neighbours."""
-    return nn.functional.linear(hidden.float(), head.weight.float()).squeeze(1)
+    values = nn.functional.linear(hidden.float(), head.weight.float()).squeeze(1)
+    return values.clone()  # FSDP2 warns of modules that return views
