@@ -130,6 +130,12 @@ def test_no_rank_is_a_tenth_above_the_mean_where_each_has_several_prompts(
     assert sum(loads) < whole or size == 1
 
 
+def test_parts_of_a_group_that_meet_again_count_their_beginning_once() -> None:
+    """Counted twice, it would leave a rank of this step more than a tenth above the mean."""
+    loads, _, _ = loads_of_ranks(826003, 3, 3, 5)
+    assert max(loads) <= 1.1 * sum(loads) / 3
+
+
 def loads_of_ranks(seed: int, ranks: int, prompts: int, size: int) -> tuple[list[int], list[int], int]:
     """The work of each rank if groups of answers are dealt out, and one by one; and the work of whole answers.
 
