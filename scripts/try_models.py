@@ -43,8 +43,11 @@ KNOWN = {
     "deepseek_v4": "Transformers attends eagerly only, which cannot be packed, and vLLM's class of its configuration "
     "refuses the mlp_layer_types that Transformers writes",
     "gemma3n": "vLLM does not compute its inputs per layer, so that the gap is wide once they matter",
-    "glm5_next": "Transformers has its class for images alone, and vLLM no code for CPUs",
+    "glm5_next": "Transformers has its class for images alone, and vLLM's sparse attention no code for CPUs "
+    "(read, not run)",
     "longcat_flash": "vLLM refuses the weights that Transformers has for experts that compute nothing",
+    "qwen4_exp": "sequences of a pack would not be kept apart in its indexed attention, and vLLM has no code of "
+    "it for CPUs (read, not run)",
 }
 """Family -> the reason why it does not train, where errors do not say it in a sentence."""
 
