@@ -243,7 +243,9 @@ def _mistral3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, larges
 def _kimi_k25(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
     """Makes Kimi K2.5; its language model is DeepSeek-V3's."""
     tokenizer._set_model_specific_special_tokens({"image_token": MARKS[2], "video_token": MARKS[3]})
-    latent = special_settings("deepseek_v2", text["num_attention_heads"], text["head_dim"], 4, text["hidden_size"])
+    latent = special_settings(
+        "deepseek_v2", text["num_hidden_layers"], text["num_attention_heads"], text["head_dim"], 4, text["hidden_size"]
+    )
     extra = {"num_attention_heads": 2, "num_hidden_layers": vision["depth"], "pos_emb_height": 8, "pos_emb_width": 8}
     kept = {key: vision[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     config = transformers.Kimi_K25Config(

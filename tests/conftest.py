@@ -217,6 +217,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_local_ranks() -> Iterator[None]:
+    """Leaves no number of ranks behind, which vLLM sets where a test configures an engine (vllm/platforms/cpu.py)."""
+    yield
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+
+
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """A process group of one, without torchrun."""

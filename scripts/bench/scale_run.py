@@ -211,7 +211,8 @@ def recipe(folder: Path, ranks: int) -> TrainConfig:
             "sync": {"way": "staged", "bucket_mib": 1, "first_gap_limit": None},  # log-probabilities are made up
             "policy": {"dtype": "float32"},
             "algorithm": {"group_size": GROUP},
-            "batch": {"prompts_per_step": PROMPTS * ranks, "tokens_per_micro_batch": 4096},
+            # No rank is simulated that would compare beginnings of its answers.
+            "batch": {"prompts_per_step": PROMPTS * ranks, "tokens_per_micro_batch": 4096, "share_prefixes": False},
             "tracking": {"wandb": "disabled", "completions_per_step": 8},
         }
     )

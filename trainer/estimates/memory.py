@@ -344,6 +344,8 @@ def _activation_bytes(
     every = share * row - (share - prompts) * (row - config.sampling.max_tokens)
     tokens = min(largest, every) / ways
     w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
+    # Attention copies the keys and values that answers have in common for each of them.
+    layer += w * attention_elements(policy, model)[1] * (share * row / every - 1)
     again = recomputed_layers(policy, model)
     away = policy.offload_activations and resolve_device(config) == "cuda"
     kept = (0 if away else again) * w * hidden + (model.layers - again) * layer

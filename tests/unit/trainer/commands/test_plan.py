@@ -20,6 +20,7 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.memory import (
     MemoryPart,
+    _activation_bytes,
     attention_elements,
     engine_parts,
     kv_token_bytes,
@@ -388,14 +389,19 @@ def test_a_plan_says_how_much_prompts_computed_once_save(written: Path, capsys: 
 
 def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Path) -> None:
     """A budget beyond everything: activations are those of computed tokens."""
-    needed = []
+    needed, kept = [], []
     for share in (False, True):
         batch = {"tokens_per_micro_batch": 10**6, "prompts_per_step": 2, "share_prefixes": share}
         sizes = {"data": {"max_prompt_tokens": 400}, "sampling": {"max_tokens": 100}, "algorithm": {"group_size": 8}}
         config = recipe(tiny_qwen2, batch=batch, **sizes)
-        parts = trainer_parts(config, model_sizes(config, config.model.path, config.lora), 1, 80.0)
+        model = model_sizes(config, config.model.path, config.lora)
+        parts = trainer_parts(config, model, 1, 80.0)
         needed.append(sum(part.training for part in parts if "activations" in part.name))
+        kept.append(_activation_bytes(config, config.policy, model, 1)[1])
     assert 0.1 < needed[1] / needed[0] < 0.5
+    tokens, computed = 8 * 500, 400 + 8 * 100  # of an update on one group
+    copies = 4 * attention_elements(config.policy, model)[1] * (tokens - computed)
+    assert kept[1] == pytest.approx(kept[0] * computed / tokens + model.layers * copies)
 
 
 def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
