@@ -83,11 +83,11 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
 
 def _branching_obstacles(config: TrainConfig, command: Command, model: PreTrainedModel) -> Iterator[str]:
     """Yields the reasons why a model's class cannot share beginnings. Builds those of a critic and a teacher here."""
-    others = {config.critic.path, config.algorithm.teacher} if command == "train" else set()
+    paths = {config.critic.path, config.algorithm.teacher} if command == "train" else set()
     with torch.random.fork_rng(devices=[]):
         built = (
             build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"))
-            for path in sorted(filter(None, others - {config.model.path}))
+            for path in sorted(filter(None, paths - {config.model.path}))
         )
         for one in chain([model], built):
             if obstacle := branching_obstacle(one, config.data.max_images > 0):

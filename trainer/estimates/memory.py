@@ -267,7 +267,7 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
 
 
 def updates_on_host(config: TrainConfig) -> bool:
-    """Whether the optimizer's state is in memory apart from the device's."""
+    """Returns whether the optimizer's state is in memory apart from the device's."""
     return config.policy.update_on == "host" and resolve_device(config) == "cuda"
 
 
