@@ -1,7 +1,6 @@
 """Checks of a recipe that need torch and the model's files, but not the weights."""
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -84,14 +83,18 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
 def _branching_obstacles(config: TrainConfig, command: Command, model: PreTrainedModel) -> Iterator[str]:
     """Yields the reasons why a model's class cannot share beginnings. Builds those of a critic and a teacher here."""
     paths = {config.critic.path, config.algorithm.teacher} if command == "train" else set()
-    with torch.random.fork_rng(devices=[]):
-        built = (
-            build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"))
-            for path in sorted(filter(None, paths - {config.model.path}))
-        )
-        for one in chain([model], built):
-            if obstacle := branching_obstacle(one, config.data.max_images > 0):
-                yield f"{type(one).__name__} {obstacle}"
+    images, cpu = config.data.max_images > 0, torch.device("cpu")
+    if obstacle := branching_obstacle(model, images):
+        yield f"{type(model).__name__} {obstacle}"
+    for path in sorted(filter(None, paths - {config.model.path})):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                other = build_meta_model(Path(path), config.model, torch.float32, cpu)
+        except (UserError, ValueError):  # what loads it says why
+            yield f"{path} is not built as a language model"
+            continue
+        if obstacle := branching_obstacle(other, images):
+            yield f"{type(other).__name__} {obstacle}"
 
 
 def _why_not(error: Exception) -> str:

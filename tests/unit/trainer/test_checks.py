@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import PretrainedConfig, Qwen2Config, Qwen3NextConfig
+from transformers import PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
 
 from trainer.checks import check_model
 from trainer.config.schema import TrainConfig
@@ -65,3 +65,10 @@ def test_beginnings_are_shared_unless_a_models_class_is_in_the_way(
         return
     with pytest.raises(UserError, match=f"^batch.share_prefixes is true, but {obstacle}.*: set it to false or auto$"):
         check_model(asked)
+
+
+def test_a_critic_that_is_no_language_model_is_left_to_what_loads_it(tiny_qwen2: Path, tmp_path: Path) -> None:
+    T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=32, vocab_size=64).save_pretrained(tmp_path)
+    sections = {"critic": {"path": str(tmp_path)}, "algorithm": {"preset": "ppo"}, "data": {"path": "d"}}
+    config = check_model(TrainConfig.model_validate({"model": {"path": str(tiny_qwen2)}, **sections}))
+    assert config.batch.share_prefixes is False
