@@ -19,6 +19,7 @@ from trainer.estimates.memory import GIB, over_budget
 from trainer.estimates.model_sizes import model_sizes
 from trainer.model_structure import freeze
 from trainer.policy.attention import branching_obstacle, require_packing, require_sharing
+from trainer.policy.experts import require_experts
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.lora import add_adapters, left_out
 from trainer.policy.routing import asked_routers
@@ -37,7 +38,7 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
     """Raises UserError unless the recipe's model can be built and supports the recipe's settings.
 
     Builds the model with Transformers, and its adapters with PEFT, without weights. Then checks that the model supports
-    the packing, the sequence parallelism and the routes that the recipe asks for, and that a custom `sync.way` can be
+    the packing, the parallelism and the routes that the recipe asks for, and that a custom `sync.way` can be
     imported.
 
     Returns the recipe with `batch.share_prefixes: auto` replaced by what the models allow, and says why if it is false.
@@ -71,6 +72,8 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
         require_packing(model, images)
     if config.policy.sequence_parallel > 1:
         require_sharing(model, images)
+    if config.policy.expert_parallel > 1:
+        require_experts(model)
     classes = _branching_obstacles(config, command, model)
     if config.batch.share_prefixes is True and (obstacle := next(classes, None)):
         raise UserError(f"batch.share_prefixes is true, but {obstacle}: set it to false or auto")

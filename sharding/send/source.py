@@ -6,7 +6,7 @@ all-gather of each parameter whose output *is* the parameter's slot, those of a 
 FSDP2 shards dimension 0 in equal chunks with only the last ones short, so what arrives rank after rank is the parameter
 itself, with the padding behind it: no copy and no extra memory. The same holds of ZeRO-3, which cuts the flattened
 parameter into equal stretches, the last one padded, and of a part of a parameter that is too large for a bucket: the
-same stretch of every rank's shard.
+same stretch of every rank's shard. Experts in parallel are cut twice, and gathered in the order of their parts.
 
 Weights with low-rank adapters are sent as if they had been trained whole: W + scale · B A (`sharding.wire.low_rank`).
 The sum is made anew for every sync, in float32, of the elements that a rank holds; the weights themselves are never
@@ -15,12 +15,14 @@ touched, so that no rounding adds up.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from sharding.ranks import rank
 from sharding.wire.channel import SyncError
@@ -295,8 +297,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def unsharded(tensor: DTensor) -> torch.Tensor:
     """Gather all of a DTensor on its mesh's device, whose collectives cannot read shards in host memory."""
     on_device: Any = tensor.to(tensor.device_mesh.device_type)
-    whole: torch.Tensor = on_device.full_tensor()
-    return whole
+    if (group := shard_group(tensor)) is None:
+        whole: torch.Tensor = on_device.full_tensor()
+        return whole
+    part, ranks = on_device.to_local().reshape(-1), dist.get_world_size(group)
+    values = part.new_empty(ranks * (largest := _largest_shard(tensor, ranks)))
+    padded = part if part.numel() == largest else torch.nn.functional.pad(part, (0, largest - part.numel()))
+    all_gather(values, padded, group=group)
+    return values[: tensor.numel()].view(tensor.shape)
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
@@ -309,18 +317,38 @@ def _is_cut(tensor: torch.Tensor) -> bool:
 
 def shard_group(tensor: Any) -> dist.ProcessGroup | None:
     """The process group whose ranks' parts, one after another, are the parameter; None where a plain gather must do.
-    Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None.
+    Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None,
+    as do experts that are cut twice (`policy.expert_parallel`) into unequal parts.
     """
     if hasattr(tensor, "ds_tensor"):
         group: dist.ProcessGroup = tensor.ds_process_group
         return group if dist.get_world_size(group) > 1 else None
-    if not isinstance(tensor, DTensor) or tensor.dim() == 0:
+    if not isinstance(tensor, DTensor) or tensor.dim() == 0 or tensor.shape[0] == 0:
         return None
-    sharded = [i for i, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
-    if len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0) or tensor.shape[0] == 0:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    cut = [i for i, one in enumerate(placements) if not isinstance(one, Replicate) and mesh.size(i) > 1]
+    if [placements[i] for i in cut] == [Shard(0)]:
+        return mesh.get_group(cut[0])
+    if len(cut) != 2 or tensor.shape[0] % (mesh.size(cut[0]) * mesh.size(cut[1])):
         return None
-    group = tensor.device_mesh.get_group(sharded[0])
-    return group if dist.get_world_size(group) > 1 else None
+    outer, inner = cut
+    if (placements[outer], placements[inner]) != (_StridedShard(0, split_factor=mesh.size(inner)), Shard(0)):
+        return None
+    return _group_of(dist.group.WORLD, _inner_first(mesh, outer, inner))
+
+
+def _inner_first(mesh: DeviceMesh, outer: int, inner: int) -> tuple[int, ...]:
+    """The ranks that hold a tensor cut first over `inner`, then over `outer`, in the order of their parts."""
+    here: Any = mesh.get_coordinate()
+    place = tuple(slice(None) if i in (outer, inner) else at for i, at in enumerate(here))
+    return tuple(mesh.mesh[place].t().flatten().tolist())
+
+
+@lru_cache
+def _group_of(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group with its ranks in this order. Collective when first called in a world."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+    return group
 
 
 class LowRank(NamedTuple):

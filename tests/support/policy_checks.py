@@ -63,7 +63,7 @@ LENGTHS = [3, 19, 7, 12, 2, 30, 1, 9, 11]
 ways = 1  # ranks that share a micro-batch; sequence_checks.py changes it to run these checks
 
 
-def make_model(kind: str, folder: Path, tied: bool) -> None:
+def make_model(kind: str, folder: Path, tied: bool, experts: int = 5) -> None:
     """Writes a tiny random model, with weights larger than usual so that its distributions are far from uniform."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -79,15 +79,15 @@ def make_model(kind: str, folder: Path, tied: bool) -> None:
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
     latent = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    mla = {"moe_intermediate_size": 24, "n_routed_experts": 5, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    mla = {"moe_intermediate_size": 24, "n_routed_experts": experts, "n_shared_experts": 1, "num_experts_per_tok": 2}
     config = {
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=8),
         "llama": lambda: LlamaConfig(**shape),
         "gemma3": lambda: Gemma3TextConfig(**shape, head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
-        "qwen3_moe": lambda: Qwen3MoeConfig(**shape, **experts, head_dim=8),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**shape, **moe, head_dim=8),
         "deepseek_v2": lambda: DeepseekV2Config(
             **shape | {"num_key_value_heads": 4}, **latent, **mla, first_k_dense_replace=1
         ),
@@ -359,12 +359,12 @@ def check_small_steps_are_not_lost(folder: Path) -> None:
     assert changed > 0.5 * sum(w.numel() for w in before.values())
 
 
-def check_export(folder: Path, kind: str, tied: bool, dtype: str) -> None:
+def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: Any) -> None:
     """An export after an update opens in plain Transformers, computes the same, and keeps the names and shapes."""
     source = model_folder(folder, kind, tied)
     target = folder / f"export_{kind}_{tied}_{dtype}_{world_size()}"
     (source / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
-    policy = make_policy(source, dtype=dtype)
+    policy = make_policy(source, dtype=dtype, **settings)
     batches = micro_batches(make_samples(), 10000, 0, CPU)
     policy.update(batches, make_loss(batches), TEMPERATURE)
     policy.save_pretrained(target)

@@ -30,12 +30,12 @@ from trainer.config.model_file import (
     PACKABLE_LAYERS,
     REPROCESSED_KEYS,
     SELECTIVE_SCANS,
-    SHARED_LAYERS,
     is_multimodal,
     model_config,
     position_limit,
     steady_positions,
 )
+from trainer.config.parallel import check_divides, check_parallel
 from trainer.config.placement import check_placement, training_ranks
 from trainer.config.prefixes import check_prefixes
 from trainer.config.schema import InlineTagsConfig, TrainConfig
@@ -83,14 +83,14 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
     training = training_ranks(config, ranks) if command == "train" else ranks
     problems = [*_check_paths(config, command), *check_device(config, environ)]
     if command != "eval" and training > 0:
-        problems += _check_backend(config, training)
-        problems += _check_sequence_parallel(config, training, command)
+        problems += _check_backend(config)
+        problems += check_parallel(config, training, models_of(config, command))
         problems += check_prefixes(config, models_of(config, command))
         problems += _check_positions(config, command)
         problems += _check_lora(config, command)
     problems += _check_images(config)
     if command == "sft":
-        problems += _check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
+        problems += check_divides("sft.batch_size", config.sft.batch_size, "the number of ranks", ranks)
         problems += _check_run(config)
     else:
         problems += _check_evaluation(config)
@@ -138,7 +138,7 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
         yield f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name another"
 
 
-def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
+def _check_backend(config: TrainConfig) -> Iterator[str]:
     policy = config.policy
     if policy.backend == "deepspeed" and find_spec("deepspeed") is None:
         yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
@@ -150,6 +150,7 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         )
     fsdp_only = {"policy.compile": policy.compile, "critic.shared": config.critic.shared}
     fsdp_only["policy.shard_size"] = policy.shard_size is not None
+    fsdp_only["policy.expert_parallel"] = policy.expert_parallel > 1
     for key in filter(fsdp_only.get, fsdp_only) if policy.backend != "fsdp" else ():
         yield f"{key} works with policy.backend: fsdp only"
     if policy.offload_activations and policy.activation_checkpointing == "none":
@@ -161,25 +162,6 @@ def _check_backend(config: TrainConfig, ranks: int) -> Iterator[str]:
         yield "policy.offload is set, but policy.update_on: host keeps that state in host memory: leave one out"
     if (product := policy.lr * policy.weight_decay) >= 1:
         yield f"policy.lr * policy.weight_decay = {product:g} would reduce weights to 0 in one step: lower one"
-    if policy.shard_size is not None:
-        yield from _check_divides("the number of ranks", ranks, "policy.shard_size", policy.shard_size)
-
-
-def _check_sequence_parallel(config: TrainConfig, ranks: int, command: Command) -> Iterator[str]:
-    """Checks what the recipe and config.json say; `require_sharing` checks the model's class once it is built."""
-    key, ways = "policy.sequence_parallel", config.policy.sequence_parallel
-    if ways == 1:
-        return
-    yield from _check_divides("the number of ranks", ranks, key, ways)
-    if not config.batch.packing:
-        yield f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
-    if (attention := config.model.attn_implementation) != "sdpa":
-        yield f"{key} is {ways}, but model.attn_implementation is {quoted(attention)}: set it to sdpa"
-    for name, model in models_of(config, command):
-        if heads := model.get("num_attention_heads"):
-            yield from _check_divides(f"num_attention_heads of {name}", heads, key, ways)
-        if unpackable := sorted(set(model.get("layer_types") or ()) - set(SHARED_LAYERS)):
-            yield f"{key} is {ways}, but {name} has layers ({', '.join(unpackable)}) that need all tokens: set it to 1"
 
 
 def models_of(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -226,16 +208,11 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
         yield "lora.sync is adapter, impossible on CUDA in float32: set it to merged, or engine.dtype to bfloat16"
 
 
-def _check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
-    if value % divisor:
-        yield f"{key} = {value} must be divisible by {what} ({divisor})"
-
-
 def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
     prompts, group, updates = config.batch.prompts_per_step, config.algorithm.group_size, config.batch.updates_per_step
     samples = prompts * group
     name = "batch.prompts_per_step * algorithm.group_size"
-    yield from _check_divides(name, samples, "the number of ranks", ranks)
+    yield from check_divides(name, samples, "the number of ranks", ranks)
     smallest = prompts // updates * group  # a step is cut between groups, never within one
     if not smallest:
         yield (
@@ -405,7 +382,7 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
         yield "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"
     size = config.engine.tensor_parallel_size
     if heads := model.get("num_attention_heads"):
-        yield from _check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
+        yield from check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
 
 
 def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str]) -> Iterator[str]:

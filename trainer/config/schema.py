@@ -283,6 +283,12 @@ class PolicyConfig(Section):
         1, "number of ranks that share a micro-batch, each with a part of the tokens, for answers too long for one rank"
     )
 
+    expert_parallel: Count = key(
+        1,
+        "fsdp only, mixtures of experts: number of neighbouring ranks over which experts are split; tokens are sent to "
+        "them instead of the experts' weights",
+    )
+
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
     def _all_or_none(cls, value: object) -> object:

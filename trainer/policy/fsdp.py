@@ -22,6 +22,7 @@ from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, decoder, encoder_layers, freeze
 from trainer.policy import hf_format
 from trainer.policy.buffers import saved_buffers
+from trainer.policy.experts import dispatched_experts, split_experts
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
@@ -139,11 +140,17 @@ class ShardedModel(Offloadable):
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
         shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=self._offload_policy())
+        self._replicas = world_size() // mesh.size(-1)
         self._compile()
+        # Inputs and outputs keep their dtypes in units that are no layer: routers weigh experts in float32, and image
+        # encoders compute rotary frequencies in it.
+        kept = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
+        if self.config.expert_parallel > 1 and (experts := dispatched_experts(self.model)):
+            holders = split_experts(self.model, self.config.expert_parallel, self._replicas, self.device.type)
+            for layer in experts:
+                shard(layer, mesh=holders, mp_policy=kept, reshard_after_forward=self.config.reshard_after_forward)
         for layer in decoder(self.model).layers:
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)
-        # Image encoders compute rotary frequencies in float32, which a unit would round when it casts its inputs.
-        kept = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
         for layer in encoder_layers(self.model):
             shard(layer, mp_policy=kept, reshard_after_forward=self.config.reshard_after_forward)
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -162,7 +169,6 @@ class ShardedModel(Offloadable):
             if not self._alone:
                 unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        self._replicas = world_size() // mesh.size(-1)
 
     def _offload_policy(self) -> OffloadPolicy:
         """PyTorch's own policy where the update is the host's (`policy.update_on`).

@@ -161,6 +161,7 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
         ),
         ({"policy": {"backend": "deepspeed", "compile": True}}, 1, "policy.compile works with .* fsdp only"),
         ({"policy": {"backend": "deepspeed", "shard_size": 2}}, 2, "policy.shard_size works with .* fsdp only"),
+        ({"policy": {"expert_parallel": 2}}, 2, "is not a mixture of experts: set it to 1"),
         (
             {"policy": {"backend": "deepspeed", "update_on": "host", "offload": "all"}},
             1,
@@ -330,6 +331,20 @@ def test_a_model_whose_tokens_meet_outside_attention_is_not_shared(config: dict,
         [sentence] = [one for one in messages if one.startswith("policy.sequence_parallel is 2, but ")]
         assert "model.path has layers (linear_attention) that need all tokens: set it to 1" in sentence
     assert not any("sequence_parallel" in one for one in problems(config, WORLD_SIZE="2"))
+
+
+def test_experts_are_split_evenly_over_ranks_under_fsdp(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_experts": 6}))
+    for changes, ranks, sentence in (
+        ({}, 4, ""),
+        ({}, 3, "the number of ranks = 3 must be divisible by policy.expert_parallel (2)"),
+        ({"shard_size": 1}, 4, "policy.shard_size = 1 must be divisible by policy.expert_parallel (2)"),
+        ({"expert_parallel": 4}, 4, "the number of experts of model.path = 6 must be divisible by {} (4)"),
+        ({"backend": "deepspeed"}, 4, "{} works with policy.backend: fsdp only"),
+    ):
+        policy = {"policy": {"expert_parallel": 2} | changes, "batch": {"prompts_per_step": 12}}
+        messages = [one for one in problems(config, policy, WORLD_SIZE=str(ranks)) if "expert" in one]
+        assert messages == ([sentence.format("policy.expert_parallel")] if sentence else [])
 
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}

@@ -1,0 +1,57 @@
+"""A mixture whose experts are split over two and four ranks (policy.expert_parallel), compared with one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import critic_checks, expert_checks
+from tests.support.launch import run_ranks
+from trainer.run import checkpoint
+
+EVERYWHERE = ("routed", "shared sequences", "sent")
+ON_TWO = ("first step", "busy rank", "idle ranks", "scores", "export", "adapters", "critic", "host", "shifts")
+ON_FOUR = ("three steps", "uneven sent", "second step", "replicas", "replicas sent")
+
+
+@pytest.fixture(scope="module")
+def mixtures(models: Path) -> Path:
+    """The folder of the mixtures."""
+    folder = models / "mixtures"
+    expert_checks.make_mixtures(folder)
+    critic_checks.make_reward_model(folder / "even", expert_checks.MIXTURE[0])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(mixtures: Path) -> dict[str, str]:
+    """The errors of each check on two ranks."""
+    run_ranks(expert_checks.two_ranks, 2, timeout=280, arguments=[str(mixtures), str(mixtures / "two.json")])
+    return json.loads((mixtures / "two.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def four_ranks(mixtures: Path, two_ranks: dict[str, str]) -> dict[str, str]:
+    """The errors of each check on four ranks, which go on from the first step of two."""
+    run_ranks(expert_checks.four_ranks, 4, timeout=280, arguments=[str(mixtures), str(mixtures / "four.json")])
+    return json.loads((mixtures / "four.json").read_text())
+
+
+@pytest.mark.parametrize("what", [*EVERYWHERE, *ON_TWO])
+def test_two_ranks_with_half_of_the_experts_each_equal_one_process(two_ranks: dict[str, str], what: str) -> None:
+    assert two_ranks[what] == ""
+
+
+@pytest.mark.parametrize("what", [*EVERYWHERE, *ON_FOUR])
+def test_four_ranks_in_two_groups_equal_one_process(four_ranks: dict[str, str], what: str) -> None:
+    assert four_ranks[what] == ""
+
+
+def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
+    one_rank: None, mixtures: Path, four_ranks: dict[str, str]
+) -> None:
+    """The four ranks have experts in groups of four, and the one has all of them."""
+    for step in (1, 2):
+        policy = expert_checks.make_policy(mixtures / "even", 1)
+        checkpoint.load(mixtures / "even" / f"step_{step}", {"policy": policy})
+        expert_checks.check_next_steps(policy, mixtures / "even", step + 1, step + 1)
