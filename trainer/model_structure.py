@@ -46,6 +46,17 @@ def encoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
+def image_token(model: PreTrainedModel, patches: float) -> float:
+    """Returns `ModelFlops.image_token` of a multimodal model that makes a token of so many patches of an image.
+
+    Activations are assumed to grow with layers and hidden size, here and in the decoder. Example: in Qwen2.5-VL's 7B
+    model four patches are one token, and 32 blocks of 1280 for them are 1.6 times 28 layers of 3584 for a token.
+    """
+    size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
+    width = getattr(model.config.vision_config, "hidden_size", 0)  # 0: there is an embedding instead of an encoder
+    return float(patches * len(encoder_layers(model)) * width / size)
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """The sizes of a model's matrices, from which the operations of its passes follow."""

@@ -23,6 +23,7 @@ from trainer.config.slices import oldest_age, prompts_ahead
 from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
+from trainer.estimates.host_memory import host_part
 from trainer.estimates.layouts import comparison
 from trainer.estimates.memory import GIB, engine_parts, over_budget, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
@@ -56,7 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
     problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
     if gpu is not None:
         problems = [problem for problem in problems if not problem.startswith("run.device")]
-    if any(problem.startswith("model.path") and "*.safetensors" not in problem for problem in problems):
+    problems = [problem for problem in problems if "*.safetensors" not in problem]  # weights are not needed here
+    if any(problem.startswith("model.path") for problem in problems):
         raise UserError(*problems)  # nothing can be calculated without the model's sizes
     config, _ = with_chosen_way(config, ranks, local_ranks(os.environ, ranks))
     config, unshared = with_chosen_prefixes(config, models_of(config, "train"))
@@ -148,6 +150,9 @@ def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     table.add_section()
     of = f"of {device_gib:.1f} GiB" if resolve_device(config) == "cuda" else f"times {ranks}, of {device_gib:.1f} GiB"
     table.add_row("sum", _gib(sum(p.generating for p in parts)), _gib(sum(p.training for p in parts)), of)
+    host = host_part(config, model, ranks)
+    if host.generating or host.training:
+        table.add_row(host.name, _gib(host.generating), _gib(host.training), host.remark)
     return table
 
 

@@ -50,6 +50,8 @@ graphs with their workspaces."""
 MARGIN = 1.05
 """The factor by which the sum may exceed the device's memory, since the sum is right to a few per cent."""
 
+_RECURRENT = ("linear_attention", "mamba", "mamba2", "conv")  # of a model's `layer_types`
+
 _NAMED = 4  # number of largest parts that a sentence names
 
 
@@ -124,12 +126,12 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
 
 def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[MemoryPart]:
     """The memory of the engine on each of its ranks, and of the staging buffers for its weights."""
-    engine, token = config.engine, kv_token_bytes(config, model)
+    engine = config.engine
     weights = engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
     kv_cache = max(0.0, engine.gpu_memory_utilization * device_gib * GIB - weights)
     if engine.kv_cache_gib is not None:
         kv_cache = engine.kv_cache_gib * GIB
-    tokens = int(kv_cache // token)
+    tokens = int(kv_cache * engine.max_model_len // kv_answer_bytes(config, model, engine.max_model_len))
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
     if config.rollout.slice_tokens is not None:  # answers beyond those that fit are preempted and computed again
         answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
@@ -169,8 +171,31 @@ def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: 
             )
 
 
+def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> float:
+    """Bytes of an answer, with its prompt `tokens` long, in the KV cache of each rank of an engine.
+
+    A layer with a sliding window keeps as many tokens, a recurrent one a state. That is counted for gated delta rules
+    (`gated_delta_net_state_shape` in vllm/model_executor/layers/mamba/mamba_utils.py); other states are small.
+    """
+    sizes = model.config
+    kinds = sizes.get("layer_types") or ["full_attention"] * model.layers
+    held = {"sliding_attention": min(tokens, sizes.get("sliding_window") or tokens), **dict.fromkeys(_RECURRENT, 0)}
+    size = kv_token_bytes(config, model) / model.layers * sum(held.get(kind, tokens) for kind in kinds)
+    if states := kinds.count("linear_attention") * bool(sizes.get("linear_key_head_dim")):
+        keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
+        values = sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]
+        width, dtype = engine_dtype(config).itemsize, sizes.get("mamba_ssm_dtype")
+        state = (getattr(torch, dtype).itemsize if dtype else width) * values * sizes["linear_key_head_dim"]
+        state += width * (sizes["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
+        size += states * state / config.engine.tensor_parallel_size
+    return size
+
+
 def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
-    """Bytes of a token in the KV cache of each rank of an engine. With more ranks than heads, ranks hold copies."""
+    """Bytes of a token in the KV cache of each rank of an engine, if all layers attend to all tokens.
+
+    With more ranks than heads, ranks hold copies.
+    """
     latent = model.config.get("kv_lora_rank")
     heads = 1 if latent else model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
     held = math.ceil(heads / config.engine.tensor_parallel_size)
@@ -205,12 +230,13 @@ def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
     """Bytes that a layer with a gated MLP keeps for backward per token, uncompiled, with w bytes per element.
 
     A norm keeps its input in float32, the normalised input, and its result; attention keeps queries, keys, values, the
-    result and a float32 logarithm for each head; the MLP keeps four tensors of its width. Korthikanti et al. 2022
-    (arXiv:2205.05198), section 4.1, count another kind of layer in this way.
+    result and a float32 logarithm for each head; the MLP keeps four tensors of its width, and a mixture also the inputs
+    and the results of a token's experts. Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, count another kind of
+    layer in this way.
     """
     w, (queries, keys_values) = compute_width(policy), attention_elements(policy, model)
     attention = w * (2 * queries + keys_values) + _FLOAT32 * model.config["num_attention_heads"]
-    return (_FLOAT32 + 2 * w) * model.normed + attention + 4 * w * model.width
+    return (_FLOAT32 + 2 * w) * model.normed + attention + w * (4 * model.width + 2 * model.dispatched)
 
 
 def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, int]:
@@ -292,7 +318,7 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     """
     policy, model = learner.policy, learner.model
     w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
-    targets, kept, last_norm, working = _activation_bytes(config, policy, model, ranks)
+    targets, kept, last_norm, working = activation_bytes(config, policy, model, ranks)
     embedding = model.rest if model.tied else model.rest - model.head  # this unit stays gathered until the end
     ahead: float = w * model.layer if shards_of(policy, ranks) > 1 else 0
     if updates_on_host(config) and not deepspeed:  # float32 shards are copied to the device before they are cast
@@ -325,15 +351,16 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     )
 
 
-def _activation_bytes(
+def activation_bytes(
     config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int
 ) -> tuple[float, float, float, float]:
     """The largest micro-batch's targets, and the bytes that its layers, its head, and one layer's backward need.
 
     A layer's backward needs `layer_bytes` once more if the layer is recomputed, and gradients of its MLP: two of the
-    MLP's width, two of the hidden size. The head keeps the last norm and the hidden states of targets, at most as many
-    as sampled tokens. Each of the ranks that share a micro-batch has a part of its tokens, and in attention's backward
-    holds queries, keys and values twice: as they are sent, and as they are received.
+    MLP's width, two of the hidden size, and in a mixture two of what its experts get. The head keeps the last norm and
+    the hidden states of targets, at most as many as sampled tokens. Each of the ranks that share a micro-batch has a
+    part of its tokens, and in attention's backward holds queries, keys and values twice: as they are sent, and as they
+    are received.
     """
     share = answers_per_update(config, ranks)
     # A prompt may consist of images, whose tokens count for more.
@@ -351,7 +378,7 @@ def _activation_bytes(
     kept = (0 if away else again) * w * hidden + (model.layers - again) * layer
     # With every_second, the first of each two layers is recomputed.
     last_again = policy.activation_checkpointing == "full" or again > model.layers - again
-    working = (layer if last_again else 0) + w * (2 * model.width + 2 * hidden)
+    working = (layer if last_again else 0) + w * 2 * (model.width + hidden + model.dispatched)
     working += 2 * w * sum(attention_elements(policy, model)) if ways > 1 else 0
     once = prompts * config.data.max_prompt_tokens + share * config.sampling.max_tokens
     targets = tokens * share * config.sampling.max_tokens / once

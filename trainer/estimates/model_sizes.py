@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
-from trainer.model_structure import ModelFlops, decoder, encoder_layers
+from trainer.model_structure import ModelFlops, decoder, encoder_layers, image_token, model_flops
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
-from trainer.policy.module import sizes_of
 
 Shapes = Mapping[str, torch.Size]
 
@@ -58,6 +57,11 @@ class ModelSizes:
         dense: int = self.config.get("intermediate_size") or 0
         return int(chosen * (self.config.get("moe_intermediate_size") or dense)) if chosen else dense
 
+    @property
+    def dispatched(self) -> int:
+        """Elements of the copies of a token that its experts get; 0 without a mixture."""
+        return int((self.config.get("num_experts_per_tok") or 0) * self.config["hidden_size"])
+
 
 def model_sizes(
     config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = None, **settings: int
@@ -82,9 +86,18 @@ def model_sizes(
         head=0 if head is None else head.weight.numel(),
         tied=head is not None and head.weight is embedding.weight,
         normed=normed,
-        flops=sizes_of(model, make_vision(model, Path(path))),
+        flops=replace(model_flops(model), image_token=_image_token(model, path) if config.data.max_images else 0.0),
         adapters={name: factor.shape for name, factor in factors(model).items()},
     )
+
+
+def _image_token(model: PreTrainedModel, path: str) -> float:
+    """`ModelFlops.image_token`, by config.json if it says how many patches become a token, else by the processor."""
+    vision = getattr(model.config, "vision_config", None)
+    if merged := getattr(vision, "spatial_merge_size", None):
+        return image_token(model, merged**2)
+    preparer = make_vision(model, Path(path))
+    return 0.0 if preparer is None else preparer.image_token(model)
 
 
 def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
-from trainer.estimates.memory import attention_elements, engine_dtype, kv_token_bytes, layer_bytes, recomputed_layers
+from trainer.estimates.memory import attention_elements, engine_dtype, kv_answer_bytes, layer_bytes, recomputed_layers
 from trainer.estimates.model_sizes import ModelSizes, compute_width, computed_prompts, shard, shards_of
 from trainer.model_structure import attended
 
@@ -150,7 +150,7 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
     slots = min(answers, engine.max_num_seqs)
 
     def engine_step(running: float, context: float) -> float:
-        held = w * model.total / size + running * context * kv_token_bytes(config, model)
+        held = w * model.total / size + running * kv_answer_bytes(config, model, context)
         return max(held / memory, running * flops / compute) + DECODE_OVERHEAD
 
     full = (answers - slots) * lengths.answer / slots

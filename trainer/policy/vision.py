@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from generation.images import Image, ImageProcessor
 from trainer.errors import UserError
-from trainer.model_structure import decoder, encoder_layers
+from trainer.model_structure import image_token
 from trainer.policy.attention import NAME, looks_ahead, mask_images, require_packing
 from trainer.types import MicroBatch, pack_indices
 
@@ -50,15 +50,9 @@ class Vision:
         self._asked = list(asked)
 
     def image_token(self, model: PreTrainedModel) -> float:
-        """The encoder's activations per image token, relative to the decoder's per token, for `ModelFlops`.
-
-        Both are assumed to grow with layers and hidden size. Example: in Qwen2.5-VL's 7B model four patches are one
-        token, and 32 blocks of 1280 for them are 1.6 times 28 layers of 3584 for a token.
-        """
-        size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
+        """The encoder's activations per image token, by what the processor makes of a blank image."""
         patches = self._blank["pixel_values"].numel() / self._patch / self._processor.tokens(self._blank_image.size)
-        width = getattr(model.config.vision_config, "hidden_size", 0)  # 0: there is an embedding instead of an encoder
-        return patches * len(encoder_layers(model)) * width / size
+        return image_token(model, patches)
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """The images of a micro-batch, for `hidden`.

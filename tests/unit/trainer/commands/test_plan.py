@@ -20,7 +20,7 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.memory import (
     MemoryPart,
-    _activation_bytes,
+    activation_bytes,
     attention_elements,
     engine_parts,
     kv_token_bytes,
@@ -397,7 +397,7 @@ def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Pa
         model = model_sizes(config, config.model.path, config.lora)
         parts = trainer_parts(config, model, 1, 80.0)
         needed.append(sum(part.training for part in parts if "activations" in part.name))
-        kept.append(_activation_bytes(config, config.policy, model, 1)[1])
+        kept.append(activation_bytes(config, config.policy, model, 1)[1])
     assert 0.1 < needed[1] / needed[0] < 0.5
     tokens, computed = 8 * 500, 400 + 8 * 100  # of an update on one group
     copies = 4 * attention_elements(config.policy, model)[1] * (tokens - computed)

@@ -286,10 +286,13 @@ def test_frozen_weights_stay_in_an_in_place_policy(tiny_vlm: TinyModel) -> None:
 
 
 def test_the_plan_counts_image_encoders(tiny_vlm: TinyModel) -> None:
-    folder = tiny_vlm()
-    config = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}})
+    """With images a token of one counts more, as the processor says above."""
+    folder, data = tiny_vlm(), {"path": "unread", "max_images": 1}
+    config = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": data})
     sizes = model_sizes(config, str(folder))
     assert sizes.flops.image_token == 2.0
+    text = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}})
+    assert model_sizes(text, str(folder)).flops.image_token == 0.0
     model = make_module(folder).model
     assert sizes.total == sum(parameter.numel() for parameter in model.parameters())
     blocks = sum(p.numel() for block in model.base_model.visual.blocks for p in block.parameters())
