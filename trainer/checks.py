@@ -1,5 +1,6 @@
 """Checks of a recipe that need torch and the model's files, but not the weights."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from generation.importing import load
 from trainer.config.checks import Command, models_of
+from trainer.config.machine import rank_count
 from trainer.config.placement import training_ranks
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.schema import ModelConfig, TrainConfig
@@ -16,12 +18,13 @@ from trainer.data import load_tokenizer
 from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.estimates.memory import GIB, over_budget
-from trainer.estimates.model_sizes import model_sizes
+from trainer.estimates.model_sizes import model_sizes, shards_of
 from trainer.model_structure import freeze
 from trainer.policy.attention import branching_obstacle, require_packing, require_sharing
 from trainer.policy.experts import require_experts
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.lora import add_adapters, left_out
+from trainer.policy.optimizers import try_optimizer
 from trainer.policy.routing import asked_routers
 
 
@@ -48,6 +51,10 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
             load(config.sync.way)
         except ValueError as error:
             raise UserError(f"sync.way: {error}") from error
+    ranks = rank_count(os.environ)
+    try_optimizer(
+        config.policy, shards_of(config.policy, training_ranks(config, ranks) if command == "train" else ranks)
+    )
     path, dtype = config.model.path, getattr(torch, config.policy.dtype)
     try:
         with torch.random.fork_rng(devices=[]):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from generation.engine.settings import head_widths
 from sharding.send.source import whole_shape
@@ -55,6 +56,15 @@ def image_token(model: PreTrainedModel, patches: float) -> float:
     size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
     width = getattr(model.config.vision_config, "hidden_size", 0)  # 0: there is an embedding instead of an encoder
     return float(patches * len(encoder_layers(model)) * width / size)
+
+
+def hidden_matrices(model: PreTrainedModel) -> set[str]:
+    """Returns the names of the weights [rows, columns] of linear layers, and of adapters, below the model's heads.
+
+    Embeddings, routers, heads, and experts in one tensor [experts, rows, columns] are not among them.
+    """
+    layers = {module for module in model.base_model.modules() if isinstance(module, nn.Linear | Conv1D)}
+    return {f"{name}.weight" for name, module in model.named_modules() if module in layers}
 
 
 @dataclass(frozen=True)

@@ -382,10 +382,10 @@ def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: An
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=0, rtol=0)
 
 
-def check_state_dict(folder: Path) -> None:
+def check_state_dict(folder: Path, **more: Any) -> None:
     """A policy that loads another's state after one update makes the same second update, bit for bit."""
     batches = own_batches(make_samples(), 60)
-    settings = {"warmup_steps": 3, "weight_decay": 0.1}
+    settings = {"warmup_steps": 3, "weight_decay": 0.1} | more
     first = make_policy(model_folder(folder), **settings)
     first.update(batches, make_loss(batches), TEMPERATURE)
     second = make_policy(model_folder(folder), **settings)
@@ -435,10 +435,10 @@ def gathered(policy: Any) -> list[bytes]:
     return [slot[:size].numpy().tobytes() for slot, size in zip(slots, sizes, strict=True)]
 
 
-def check_fsdp_shifts(folder: Path) -> None:
+def check_fsdp_shifts(folder: Path, **settings: Any) -> None:
     """Offloading between updates changes nothing under FSDP2."""
     check_shifts(
-        lambda what: make_policy(model_folder(folder), offload=what),
+        lambda what: make_policy(model_folder(folder), offload=what, **settings),
         lambda policy: [p.to_local() for _, p in policy.named_parameters()],
     )
 

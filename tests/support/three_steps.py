@@ -35,21 +35,32 @@ class Step:
     weights: dict[str, Tensor]
 
 
-def plain_steps(folder: Path, samples: list[Sample]) -> Iterator[Step]:
-    """The textbook steps: AdamW with SETTINGS on the loss of `policy_checks.make_loss`."""
+def plain_adamw(named: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """AdamW with SETTINGS; biases and norms do not decay."""
+    decayed, others = ([p for p in named.values() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    options = {"betas": (0.9, 0.99), "eps": SETTINGS["eps"], "weight_decay": SETTINGS["weight_decay"]}
+    return [torch.optim.AdamW(groups, **options)]
+
+
+def plain_steps(
+    folder: Path,
+    samples: list[Sample],
+    make: Callable[[dict[str, Any]], list[torch.optim.Optimizer]] = plain_adamw,
+) -> Iterator[Step]:
+    """The textbook steps with the optimizers that `make` makes, on the loss of `policy_checks.make_loss`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    groups = [{"params": decayed}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=SETTINGS["eps"], weight_decay=SETTINGS["weight_decay"])
+    optimizers = make(dict(model.named_parameters()))
     for rate, place in zip(RATES, PLACES, strict=True):
         loss = checks.plain_loss(model, samples, "token_mean")
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["max_grad_norm"])
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         yield Step(loss.item(), norm.item(), rate, place, gradients, weights)
 
@@ -59,8 +70,9 @@ def check_steps(
     gradient: Callable[[Any], Tensor | None],
     masters: Callable[[Any], dict[str, Tensor]],
     expected: list[Step],
+    slack: float = 1.0,
 ) -> None:
-    """The policy's next steps are the expected ones, on all ranks together, to float32 rounding.
+    """The policy's next steps are the expected ones, on all ranks together, to `slack` times float32 rounding.
 
     Args:
         gradient: returns a parameter's whole gradient, once backward is over.
@@ -71,13 +83,13 @@ def check_steps(
     for step in expected:
         got: dict[str, Tensor] = {}
         stats = update_and_look(policy, batches, gradient, step.place, got)
-        assert stats.loss == pytest.approx(step.loss, rel=2e-5, abs=1e-6)
-        assert stats.grad_norm == pytest.approx(step.norm, rel=2e-5) and step.norm > SETTINGS["max_grad_norm"]
+        assert stats.loss == pytest.approx(step.loss, rel=2e-5 * slack, abs=1e-6 * slack)
+        assert stats.grad_norm == pytest.approx(step.norm, rel=2e-5 * slack) and step.norm > SETTINGS["max_grad_norm"]
         assert stats.learning_rate == pytest.approx(step.rate) and not stats.skipped
-        checks.assert_gradients_equal(got, step.gradients, tolerance=1e-5)
+        checks.assert_gradients_equal(got, step.gradients, tolerance=1e-5 * slack)
         for name, weight in masters(policy).items():
             torch.testing.assert_close(
-                weight, step.weights[name], atol=2e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                weight, step.weights[name], atol=2e-6 * slack, rtol=1e-5 * slack, msg=lambda m, n=name: f"{n}: {m}"
             )
 
 

@@ -35,6 +35,7 @@ from trainer.config.model_file import (
     position_limit,
     steady_positions,
 )
+from trainer.config.optimizers import check_optimizer
 from trainer.config.parallel import check_divides, check_parallel
 from trainer.config.placement import check_placement, training_ranks
 from trainer.config.prefixes import check_prefixes
@@ -50,8 +51,8 @@ IDENTITY_DIGESTS = ("data", "model", "tokenizer")
 IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
     "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.rank", "lora.target_modules",
-    "lora.use_rslora", "reward.functions", "rollout.ahead", "rollout.lag", "rollout.old_tokens", "rollout.slice_tokens",
-    "run.seed",
+    "lora.use_rslora", "policy.optimizer", "reward.functions", "rollout.ahead", "rollout.lag",
+    "rollout.old_tokens", "rollout.slice_tokens", "run.seed",
 )  # fmt: skip
 """Digests, sections and keys of the recipe by which a resumed run is compared with its checkpoint (`run.keeper`)."""
 
@@ -160,6 +161,7 @@ def _check_backend(config: TrainConfig) -> Iterator[str]:
         )
     if policy.update_on == "host" and policy.offload != "none":
         yield "policy.offload is set, but policy.update_on: host keeps that state in host memory: leave one out"
+    yield from check_optimizer(policy)
     if (product := policy.lr * policy.weight_decay) >= 1:
         yield f"policy.lr * policy.weight_decay = {product:g} would reduce weights to 0 in one step: lower one"
 

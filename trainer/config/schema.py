@@ -36,6 +36,7 @@ from trainer.config.section import (
     Temperature,
     Text,
     key,
+    known,
     replaced,
 )
 
@@ -179,6 +180,7 @@ class EngineConfig(Section):
 
 
 WAYS = ("auto", "staged", "pull", "zero_copy", "storage")
+OPTIMIZERS = ("adamw", "muon")
 
 
 class SyncConfig(Section):
@@ -217,13 +219,11 @@ class SyncConfig(Section):
     @field_validator("way")
     @classmethod
     def _known_way(cls, value: str) -> str:
-        if value not in WAYS and ":" not in value:
-            raise ValueError(f"should be one of {', '.join(WAYS)}, or pkg.mod:Name or file.py:Name")
-        return value
+        return known(value, WAYS)
 
 
 class PolicyConfig(Section):
-    """The sharded policy and its optimizer (AdamW). Master weights are always float32."""
+    """The sharded policy and its optimizer. Master weights are always float32."""
 
     accelerate_config: Text | None = key(
         None,
@@ -243,10 +243,15 @@ class PolicyConfig(Section):
         float32="exact, for checks", bfloat16="half the memory and faster",
     )  # fmt: skip
     fp32_head: bool = key(False, "compute logits in float32, in the policy and in the engines, whatever their dtype")
+    optimizer: str = key(
+        "adamw", "the optimizer; or your own class, pkg.mod:Name or file.py:Name (docs/memory-and-scale.md)",
+        adamw="AdamW, fused", muon="fsdp only: Muon for the matrices of hidden layers, AdamW for everything else",
+    )  # fmt: skip
+    optimizer_options: dict[str, Any] = key({}, "further arguments of Muon, or of your own class")
     lr: Rate = key(1e-6, "peak learning rate")
     betas: tuple[ShareBelowOne, ShareBelowOne] = key((0.9, 0.99), "decay rates of AdamW's two moments")
     eps: Positive = key(1e-8, "AdamW's epsilon")
-    weight_decay: NotNegative = key(0.0, "AdamW's decoupled weight decay")
+    weight_decay: NotNegative = key(0.0, "decoupled weight decay of matrices")
     warmup_steps: Natural = key(0, "optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "learning rate after warm-up",
@@ -288,6 +293,11 @@ class PolicyConfig(Section):
         "fsdp only, mixtures of experts: number of neighbouring ranks over which experts are split; tokens are sent to "
         "them instead of the experts' weights",
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known_optimizer(cls, value: str) -> str:
+        return known(value, OPTIMIZERS)
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

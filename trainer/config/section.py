@@ -5,7 +5,7 @@ somewhere, and a number below 1e-20 is as good as 0 in float32.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,6 +31,13 @@ def key(default: Any, meaning: str, /, **values: str) -> Any:
     """Declares a key of a section: its default (`...` if it has none), its help text, and the help of its values."""
     extra: Any = {"values": values}
     return Field(default=default, description=meaning, json_schema_extra=extra)
+
+
+def known(value: str, names: Sequence[str]) -> str:
+    """Returns a text that is one of `names`, or an import string; raises ValueError for any other."""
+    if value not in names and ":" not in value:
+        raise ValueError(f"should be one of {', '.join(names)}, or pkg.mod:Name or file.py:Name")
+    return value
 
 
 @dataclass(frozen=True, eq=False)

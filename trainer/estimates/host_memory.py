@@ -3,7 +3,7 @@
 from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
 from trainer.estimates.memory import MemoryPart, activation_bytes, engine_dtype, updates_on_host
-from trainer.estimates.model_sizes import ModelSizes, compute_width, model_sizes, shard, shards_of
+from trainer.estimates.model_sizes import ModelSizes, compute_width, model_sizes, optimizer_bytes, shard, shards_of
 from trainer.policy.module import AutoValueModel
 
 _FLOAT32 = 4  # bytes
@@ -18,14 +18,15 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
     generating = training = 0.0
     if resolve_device(config) == "cuda":
         policy, algorithm, engine = config.policy, config.algorithm, config.engine
-        moved = {"none": 0, "optimizer": 2, "all": 3}[policy.offload]  # moments, then masters as well
         for learner in _learners(config, model):
             shards, width = shards_of(policy, ranks), compute_width(policy)
             trained = _FLOAT32 * shard(learner.trained, shards)
             frozen = width * shard(learner.shapes, shards) if learner.adapters else 0
             on_host = 4 * trained + frozen if updates_on_host(config) else 0  # gradients, too
             training += on_host
-            generating += on_host or moved * trained + (frozen if policy.offload == "all" else 0)
+            state = optimizer_bytes(policy, learner, shards)
+            moved = {"none": 0, "optimizer": state, "all": state + trained + frozen}[policy.offload]
+            generating += on_host or moved
         scores = algorithm.teacher or (algorithm.kl_coef and not config.lora.rank)
         if scores and policy.offload_reference is not False:
             frozen_model = model_sizes(config, algorithm.teacher) if algorithm.teacher else model

@@ -30,6 +30,7 @@ from trainer.estimates.model_sizes import (
     computed_prompts,
     longest,
     model_sizes,
+    optimizer_bytes,
     shard,
     shards_of,
 )
@@ -37,7 +38,7 @@ from trainer.policy.logprobs import CPU_ELEMENTS, block_shape, cuda_block_elemen
 from trainer.policy.module import AutoValueModel
 
 GIB = 2**30
-_FLOAT32 = 4  # bytes of an element of float32 weights, of each of Adam's two moments, and of gradient sums
+_FLOAT32 = 4  # bytes of an element of float32 weights, and of gradient sums
 
 ZERO_LIVE, ZERO_BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py): weights that ZeRO-3 gathers ahead or keeps, and
@@ -275,7 +276,7 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
     in_place = config.sync.way == "zero_copy" and name == "policy"  # the policy computes with the engine's weights
     masters = 0 if in_place and width == _FLOAT32 else _FLOAT32 * on_device
-    moments = 2 * _FLOAT32 * on_device
+    moments = 0 if on_host else optimizer_bytes(policy, model, shards)
     gradients = trained if deepspeed else on_device
     if deepspeed and stage == 1:
         gradients = sum(shape.numel() for shape in model.trained.values())
@@ -287,7 +288,7 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     return [
         *parts,
         MemoryPart(f"{name}: float32 weights", stays * masters, masters),
-        MemoryPart(f"{name}: Adam's moments", 0 if put_away else moments, moments),
+        MemoryPart(f"{name}: optimizer state", 0 if put_away else moments, moments),
         MemoryPart(f"{name}: gradients", lasting, _FLOAT32 * gradients),
     ]
 

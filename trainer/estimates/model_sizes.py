@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
-from trainer.model_structure import ModelFlops, decoder, encoder_layers, image_token, model_flops
+from trainer.model_structure import ModelFlops, decoder, encoder_layers, hidden_matrices, image_token, model_flops
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
+from trainer.policy.optimizers import state_widths
 
 Shapes = Mapping[str, torch.Size]
 
@@ -34,6 +35,7 @@ class ModelSizes:
     flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it is immutable
     # shapes of the adapters' factors; without adapters the weights themselves are trained
     adapters: Shapes = field(default_factory=dict)
+    matrices: frozenset[str] = frozenset()  # names of the trained parameters that are matrices of hidden layers
 
     @property
     def total(self) -> int:
@@ -88,6 +90,7 @@ def model_sizes(
         normed=normed,
         flops=replace(model_flops(model), image_token=_image_token(model, path) if config.data.max_images else 0.0),
         adapters={name: factor.shape for name, factor in factors(model).items()},
+        matrices=frozenset(hidden_matrices(model)),
     )
 
 
@@ -130,6 +133,12 @@ def _normed(model: PreTrainedModel) -> int:
 def shard(shapes: Shapes, ranks: int) -> int:
     """Elements of the first rank's shards: rows are cut into equal chunks, and only the last chunks can be smaller."""
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes.values())
+
+
+def optimizer_bytes(policy: PolicyConfig, model: ModelSizes, shards: int) -> int:
+    """Bytes of the optimizer's state on the rank that has the most."""
+    widths = state_widths(policy, model.trained, model.matrices)
+    return sum(widths[name] * shard({name: shape}, shards) for name, shape in model.trained.items())
 
 
 def shards_of(policy: PolicyConfig, ranks: int) -> int:

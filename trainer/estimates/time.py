@@ -15,7 +15,14 @@ from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import attention_elements, engine_dtype, kv_answer_bytes, layer_bytes, recomputed_layers
-from trainer.estimates.model_sizes import ModelSizes, compute_width, computed_prompts, shard, shards_of
+from trainer.estimates.model_sizes import (
+    ModelSizes,
+    compute_width,
+    computed_prompts,
+    optimizer_bytes,
+    shard,
+    shards_of,
+)
 from trainer.model_structure import attended
 
 MATMUL = 0.68
@@ -54,8 +61,9 @@ entropy; backward does so again, and writes and reads its gradient (`trainer.pol
 _HOST_MEMORY = 100e9
 """Bytes a second that the CPU reads and writes for one rank's optimizer; estimated."""
 
-_ADAM_BYTES = 40
-"""Bytes of memory traffic per parameter: norm and clipping 12, AdamW reads four float32 numbers and writes three."""
+_STEP_BYTES = 24
+"""Bytes of memory traffic per parameter: norm and clipping 12; the optimizer reads the gradient, and reads and writes
+the float32 weight. Besides, it reads and writes its state."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +187,9 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
     elif config.sync.way != "zero_copy":
         gather = _ring(size, shards, gpu, len(model.units))
         yield Cost("sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
-    moved = {"none": 0, "optimizer": 8, "all": 12}[policy.offload] * sum(s.numel() for s in model.trained.values())
-    seconds = 2 * moved / shards / HOST
+    state, weights = optimizer_bytes(policy, model, shards), 4 * shard(model.trained, shards)
+    moved = {"none": 0, "optimizer": state, "all": state + weights}[policy.offload]
+    seconds = 2 * moved / HOST
     yield Cost("sleep and wake", SHIFT + seconds, remark="by estimate" + (", and policy.offload" if moved else ""))
 
 
@@ -221,13 +230,24 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
     yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
     trained, on_host = shard(model.trained, shards), policy.update_on == "host"
-    yield Cost("update: optimizer", passes * updates * _ADAM_BYTES * trained / (_HOST_MEMORY if on_host else memory))
+    moved = _STEP_BYTES * trained + 2 * optimizer_bytes(policy, model, shards)
+    seconds = moved / (_HOST_MEMORY if on_host else memory) + newton_schulz_flops(policy, model) / shards / compute
+    yield Cost("update: optimizer", passes * updates * seconds)
     if on_host:
         yield _host_copies(config, trained, micro_batches=micro_batches, updates=passes * updates, busy=busy)
     reference = algorithm.teacher is None and algorithm.kl_coef > 0
     scores = int(reference or algorithm.teacher is not None) + int(updates * passes > 1)
     if scores:
         yield Cost("scores", scores * model.flops.forward(tokens, targets, pairs) / compute, remark="forward alone")
+
+
+def newton_schulz_flops(policy: PolicyConfig, model: ModelSizes) -> float:
+    """Operations of Muon's iterations on all matrices, of three products each, two of which have the longer side."""
+    if policy.optimizer != "muon":
+        return 0.0
+    sides = [sorted(shape) for name, shape in model.trained.items() if name in model.matrices]
+    iterations = policy.optimizer_options.get("ns_steps", 5)
+    return float(sum(iterations * 2 * small**2 * (2 * large + small) for small, large in sides))
 
 
 def _host_copies(config: TrainConfig, trained: float, micro_batches: int, updates: int, busy: float) -> Cost:

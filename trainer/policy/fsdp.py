@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sharding.ranks import world_size
 from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.model_structure import Work, decoder, encoder_layers, freeze
+from trainer.model_structure import Work, decoder, encoder_layers, freeze, hidden_matrices
 from trainer.policy import hf_format
 from trainer.policy.buffers import saved_buffers
 from trainer.policy.experts import dispatched_experts, split_experts
@@ -27,7 +27,8 @@ from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
-from trainer.policy.optimizer import MOMENTS, Figures, Updates, make_adamw
+from trainer.policy.optimizer import Figures, Updates
+from trainer.policy.optimizers import make_optimizer, saved_state, set_steps, starts_without_state, state_tensors
 from trainer.policy.routing import Routing, asked_routers
 from trainer.policy.tied import add_rows_to_head
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
@@ -51,7 +52,7 @@ class ShardedModel(Offloadable):
         start: hf_format.StartValue = lambda name, shape: None,  # see `hf_format.load_sharded`
     ) -> None:
         """Shards and loads the model. Between calls its parameters are DTensors, sharded on dimension 0."""
-        super().__init__(settings.offload, self._moments, self._weights)
+        super().__init__(settings.offload, lambda: state_tensors(self.optimizer), self._weights)
         self.module = module
         self.model = model
         self.source = source
@@ -66,7 +67,7 @@ class ShardedModel(Offloadable):
         self._shard()
         self._load(start)
         if trainable:
-            self.optimizer: torch.optim.Optimizer = make_adamw(list(self.trained().values()), settings)
+            self.optimizer = make_optimizer(self.trained(), hidden_matrices(model), settings)
 
     @property
     def work(self) -> Work:
@@ -97,13 +98,13 @@ class ShardedModel(Offloadable):
     def state_dict(self) -> dict[str, Any]:
         """Live sharded tensors of the trained parameters, for torch.distributed.checkpoint to save and load.
 
-        With adapters, the base is loaded from `model.path` again. AdamW's step count is `version`, and the learning
-        rate is a function of it and of the run's step, so neither is kept.
+        With adapters, the base is loaded from `model.path` again. The optimizer's step count is `version`, and the
+        learning rate is a function of it and of the run's step, so neither is kept.
         """
         model = self.trained()
         return {
             "model": {name: parameter.detach() for name, parameter in model.items()},
-            "optimizer": {f"{n}.{key}": self.optimizer.state[p][key] for n, p in model.items() for key in MOMENTS},
+            "optimizer": saved_state(self.optimizer, model) if model else {},
             "counters": self.updates.counters(),
         }
 
@@ -118,16 +119,12 @@ class ShardedModel(Offloadable):
             for name, tensor in target[section].items():
                 tensor.copy_(state[section][name])
         self.updates.restore(state["counters"])
-        for parameter in self.trained().values():
-            self.optimizer.state[parameter]["step"].fill_(self.version)
+        set_steps(self.optimizer, self.version)
 
     def _load(self, start: hf_format.StartValue) -> None:
         hf_format.load_sharded(self.model, self.source, self.home, start)
         for buffer in self.module.buffers() if self.home != self.device else ():
             buffer.data = buffer.to(self.device)  # FSDP2 moves parameters alone
-
-    def _moments(self) -> Iterator[Tensor]:  # only an update needs them
-        return (state[key] for state in self.optimizer.state.values() for key in MOMENTS)
 
     def _weights(self) -> Iterator[Tensor]:  # a generation shift does not need them once the engines have them
         return self.module.parameters()
@@ -229,6 +226,8 @@ class ShardedModel(Offloadable):
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+            if not self.updates.applied and starts_without_state(self.config):
+                self.optimizer.state.clear()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self.updates.count(not finite, norm, rate, sums)

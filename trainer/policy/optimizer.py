@@ -1,4 +1,7 @@
-"""Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and figures of updates."""
+"""Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and figures of updates.
+
+`trainer.policy.optimizers` makes other optimizers.
+"""
 
 import math
 from typing import Any, Literal

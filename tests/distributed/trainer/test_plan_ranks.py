@@ -23,6 +23,8 @@ def measure(model: str, output: str) -> None:
     policy = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32"), torch.device("cpu"))
     state = policy.state_dict()
     sizes = {part: sum(tensor.to_local().nbytes for tensor in state[part].values()) for part in ("model", "optimizer")}
+    muon = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32", optimizer="muon"), torch.device("cpu"))
+    sizes["muon"] = sum(tensor.to_local().nbytes for tensor in muon.state_dict()["optimizer"].values())
     source = FsdpWeightSource(list(policy.named_parameters()), torch.bfloat16)
     sizes["staging"] = BUFFERS * BucketPlan(source.parameters(), 1 << 20).capacity
     if rank() == 0:
@@ -33,7 +35,7 @@ def measure(model: str, output: str) -> None:
 def test_two_ranks_hold_the_planned_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     from trainer.config.schema import TrainConfig
     from trainer.estimates.memory import staging_bytes, trainer_parts
-    from trainer.estimates.model_sizes import model_sizes
+    from trainer.estimates.model_sizes import model_sizes, optimizer_bytes
 
     model = tiny_model(architecture="qwen2", tied=False)
     run_ranks(measure, 2, arguments=[str(model), str(tmp_path / "sizes.json")])
@@ -43,5 +45,9 @@ def test_two_ranks_hold_the_planned_bytes(tiny_model: Callable[..., Path], tmp_p
     sizes = model_sizes(config, config.model.path)
     parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2, 80.0)}
     assert parts["policy: float32 weights"] == held["model"]
-    assert parts["policy: Adam's moments"] == held["optimizer"]
+    assert parts["policy: optimizer state"] == held["optimizer"]
+    muon = config.model_copy(update={"policy": config.policy.model_copy(update={"optimizer": "muon"})})
+    assert optimizer_bytes(muon.policy, sizes, 2) == held["muon"] < held["optimizer"]
+    parts = {part.name: part.generating for part in trainer_parts(muon, sizes, 2, 80.0)}
+    assert parts["policy: optimizer state"] == held["muon"]
     assert staging_bytes(config, sizes, 2, cut=False) == held["staging"]

@@ -125,7 +125,7 @@ def test_sizes_are_those_of_the_model(tiny_qwen2_untied: Path, ranks: int) -> No
     parts = by_name(trainer_parts(config, sizes, ranks, 80.0))
     assert sizes.total == parameter_count
     assert parts["policy: float32 weights"] == (4 * part, 4 * part)
-    assert parts["policy: Adam's moments"] == (8 * part, 8 * part)
+    assert parts["policy: optimizer state"] == (8 * part, 8 * part)
     assert parts["policy: gradients"] == (0, 4 * part)
     assert parts["reference: weights"] == (4 * part, 4 * part)
     assert sizes.rest + 2 * sizes.layer == parameter_count
@@ -215,7 +215,7 @@ def test_offloaded_memory_on_cuda_is_free_while_answers_are_generated(
         config = recipe(tiny_qwen2, run={"device": device}, policy={"offload": offload}, algorithm={"kl_coef": 0.1})
         parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1, 80.0))
         assert (parts["policy: float32 weights"][0] > 0) == (masters or not away)
-        assert (parts["policy: Adam's moments"][0] > 0) == (moments or not away)
+        assert (parts["policy: optimizer state"][0] > 0) == (moments or not away)
         assert (parts["reference: weights"][0] > 0) == (not away)
         assert all(training > 0 for _, training in parts.values())
 
@@ -254,7 +254,7 @@ def test_sharding_by_zero_depends_on_its_stage(
     assert parts["policy: gradients"][0] == (4 * part if stage == 3 else 0), "ZeRO-3 keeps its buffer"
     policy = {"backend": "deepspeed", "zero_stage": stage, "update_on": "host"}
     away = recipe(tiny_qwen2, policy=policy, run={"device": "cuda"})
-    assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: Adam's moments"] == (0, 0)
+    assert by_name(trainer_parts(away, sizes, 4, 80.0))["policy: optimizer state"] == (0, 0)
 
 
 def test_the_table_of_the_largest_models_is_the_plans() -> None:

@@ -1,0 +1,173 @@
+"""The optimizer that a recipe names: AdamW, Muon, or a class of the user's own.
+
+Its state is tensors of the parameters' shapes, sharded like them, which exist from the start: what a checkpoint holds
+before the first update has the same names and sizes as afterwards.
+"""
+
+import inspect
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from generation.importing import load
+from trainer.config.schema import PolicyConfig
+from trainer.errors import UserError
+from trainer.policy.muon import MuonAndAdamW
+from trainer.policy.optimizer import decay_groups, make_adamw
+
+_Parameters = Mapping[str, nn.Parameter]
+
+
+def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: PolicyConfig) -> torch.optim.Optimizer:
+    """Makes the optimizer with its state; `matrices` names the parameters for Muon (`hidden_matrices`).
+
+    Raises UserError if it refuses its arguments, or if a class of the user's own cannot step these parameters.
+    """
+    name, optimizer = settings.optimizer, None
+    if name == "adamw":
+        return make_adamw(list(parameters.values()), settings)
+    try:
+        if name == "muon":
+            split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+            for path, parameter in parameters.items():
+                split[path not in matrices].append(parameter)
+            return MuonAndAdamW(*split, settings)
+        optimizer = _make_custom(list(parameters.values()), settings)
+        _make_state(optimizer)
+    except UserError:
+        raise
+    except Exception as error:  # the user's class may raise anything
+        kind = type(next(iter(parameters.values())).data).__name__
+        what = f"cannot step a {kind}" if optimizer else "refuses its arguments; correct policy.optimizer_options"
+        raise UserError(f"policy.optimizer: {name} {what} ({type(error).__name__}: {error})") from error
+    _check_state(optimizer, name)
+    return optimizer
+
+
+def starts_without_state(settings: PolicyConfig) -> bool:
+    """Returns whether the first update begins without state, as a class of the user's own may treat it as special."""
+    return ":" in settings.optimizer
+
+
+def saved_state(optimizer: torch.optim.Optimizer, parameters: _Parameters) -> dict[str, Tensor]:
+    """The live tensors of the state by name, `PARAMETER.KEY`, except counts of steps (`set_steps`)."""
+    states = ((name, optimizer.state[parameter]) for name, parameter in parameters.items())
+    return {f"{name}.{key}": value for name, state in states for key, value in _tensors(state)}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yields the tensors of the state, except counts of steps."""
+    return (value for state in optimizer.state.values() for _, value in _tensors(state))
+
+
+def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Sets the count of steps in the state of every parameter, a tensor or a number."""
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].fill_(count)
+        elif "step" in state:
+            state["step"] = count
+
+
+def state_widths(settings: PolicyConfig, shapes: Mapping[str, torch.Size], matrices: Container[str]) -> dict[str, int]:
+    """The bytes of state for each element of each parameter."""
+    weights = _trial_weights()
+    optimizer = make_optimizer(weights, ("hidden",), settings)
+    widths = {
+        kind: sum(tensor.element_size() for _, tensor in _tensors(optimizer.state[weight]) if tensor.dim())
+        for kind, weight in weights.items()
+    }
+    kinds = {n: "hidden" if n in matrices else "matrix" if len(shape) > 1 else "vector" for n, shape in shapes.items()}
+    return {name: widths[kind] for name, kind in kinds.items()}
+
+
+def try_optimizer(settings: PolicyConfig, shards: int) -> None:
+    """Raises UserError unless the optimizer accepts its arguments, and continues from its state in a small trial.
+
+    `shards` is the number of ranks between which rows of weights are cut.
+    """
+    name, undisturbed = settings.optimizer, _trial(settings, range(3))
+    resumed = _trial(settings, range(2, 3), _trial(settings, range(2)))
+    equal = (torch.equal(tensor, undisturbed[key]) for key, tensor in resumed.items() if key in undisturbed)
+    if resumed.keys() != undisturbed.keys() or not all(equal):
+        why = "does not continue from the tensors in its state as if it had not stopped, which checkpoints need"
+        raise UserError(f"policy.optimizer: {name} {why}: name another")
+    if shards > 1 and ":" in name:
+        halves = [_trial(settings, range(3), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))]
+        if not torch.equal(torch.cat(halves), undisturbed["matrix"]):
+            why = f"computes with whole matrices, of which each of {shards} ranks has some rows"
+            raise UserError(f"policy.optimizer: {name} {why}: train on one rank, or set it to muon or adamw")
+
+
+def _make_custom(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.optim.Optimizer:
+    """Makes an optimizer of the user's class, whatever it raises; raises UserError if it is not fit for one."""
+    name = settings.optimizer
+    try:
+        kind = load(name)
+    except ValueError as error:
+        raise UserError(f"policy.optimizer: {error}") from error
+    if torch.optim.Optimizer not in getattr(kind, "__mro__", ()):
+        raise UserError(f"policy.optimizer: {name} is not a subclass of torch.optim.Optimizer: name one")
+    groups = decay_groups(parameters, settings.weight_decay)
+    if "weight_decay" not in inspect.signature(kind).parameters:
+        if settings.weight_decay:
+            raise UserError(f"policy.weight_decay is set, but {name} takes no weight_decay: leave it out")
+        groups = [{"params": group["params"]} for group in groups]
+    optimizer: torch.optim.Optimizer = kind(groups, lr=settings.lr, **settings.optimizer_options)
+    return optimizer
+
+
+@torch.no_grad()
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state by a step without gradients at a learning rate of 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
+    for parameter, key, value in ((p, *entry) for p, state in optimizer.state.items() for entry in state.items()):
+        if value is None or key == "step" or (torch.is_tensor(value) and value.shape in (parameter.shape, ())):
+            continue
+        what = f"a tensor of shape {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+        kept = f"keeps {key!r}, {what}, for a weight of shape {list(parameter.shape)}"
+        remedy = "name an optimizer whose state has the shape of its weights, and is cut and saved like them"
+        raise UserError(f"policy.optimizer: {name} {kept}: {remedy}")
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return ((key, value) for key, value in state.items() if key != "step" and torch.is_tensor(value))
+
+
+def _trial_weights(seed: int = 0, rows: slice = slice(None)) -> dict[str, nn.Parameter]:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"hidden": (6, 4), "matrix": (6, 4), "vector": (4,)}
+    drawn = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return {name: nn.Parameter(value if name == "vector" else value[rows].clone()) for name, value in drawn.items()}
+
+
+@torch.no_grad()
+def _trial(
+    settings: PolicyConfig, steps: range, saved: Mapping[str, Tensor] | None = None, rows: slice = slice(None)
+) -> dict[str, Tensor]:
+    """Small weights, and all that a checkpoint has of their state, after some steps from where `saved` was taken."""
+    weights = _trial_weights(rows=rows)
+    optimizer = make_optimizer(weights, ("hidden",), settings)
+    if saved is not None:
+        for name, tensor in {**weights, **saved_state(optimizer, weights)}.items():
+            tensor.copy_(saved.get(name, tensor))
+        set_steps(optimizer, steps.start)
+    elif starts_without_state(settings):
+        optimizer.state.clear()
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        for name, gradient in _trial_weights(1 + step, rows).items():
+            weights[name].grad = gradient.detach()
+        optimizer.step()
+    return {**weights, **saved_state(optimizer, weights)}
