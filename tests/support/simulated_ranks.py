@@ -24,10 +24,11 @@ from transformers import AttentionInterface, Qwen2Config
 
 from tests.support import policy_checks as checks
 from tests.support.counted_collectives import check_traffic
+from tests.support.released_models import CONFIGS, write_config
 from trainer.config.schema import TrainConfig
 from trainer.estimates.memory import trainer_parts
 from trainer.estimates.model_sizes import model_sizes
-from trainer.policy import FsdpPolicy, attention, logprobs, sequence
+from trainer.policy import FsdpPolicy, attention, logprobs, routing, sequence
 
 GIB = 2**30
 DEVICE_GIB = 80.0
@@ -59,10 +60,11 @@ class WithoutData(FsdpPolicy):
 
 
 def model_folder(root: Path, name: str, layers: int | None = None) -> Path:
-    """Makes a folder with the model's config.json, and no weights."""
-    folder = root / f"{name}-{layers}"
-    sizes = MODELS[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    Qwen2Config(architectures=["Qwen2ForCausalLM"], **sizes).save_pretrained(folder)
+    """Makes a folder with the config.json of one of MODELS or of `released_models`, and no weights."""
+    folder, changes = root / f"{name}-{layers}", {} if layers is None else {"num_hidden_layers": layers}
+    if name in CONFIGS:
+        return write_config(name, folder, **changes)
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], **MODELS[name] | changes).save_pretrained(folder)
     return folder
 
 
@@ -124,6 +126,7 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
     with (
         ranks_without_others(ranks),
         mock.patch.object(logprobs, "CPU_ELEMENTS", elements),
+        mock.patch.object(routing.Routing, "_count"),  # fake tensors have no loads
         mock.patch.object(logprobs, "_add_product", lambda total, left, right: total.add_(0)),  # in place, as on CUDA
     ):
         AttentionInterface.register(attention.NAME, attend)
