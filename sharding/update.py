@@ -68,17 +68,28 @@ class Update:
         self._repeatable = getattr(self.source, "repeatable", True)  # else weights are gone once they are sent
         self._verify = self.settings.verify if self._repeatable else "off"
         self._capacity = 0
+        self._last_sent = getattr(self._way, "last_sent", None)
         try:
-            check = DigestCheck(self.source, self.parameters, self._verify, report.version)
-            self._terms = self._announce(check.request)
-            getattr(self._way, "transfer", Update.push_all)(self)
-            self._finish(check)
+            if not self._bring():
+                self._bring()
             return self._end(calls)
         except BaseException as error:
+            if self._last_sent is not None:
+                self._last_sent.forget("the update before broke off")
             self._abort(error)
             if isinstance(error, RuntimeError) and not isinstance(error, RemoteError) and (whom := dead_ranks()):
                 raise RemoteError(f"rank {rank()} lost contact with {whom} during a weight update: {error}") from error
             raise
+
+    def _bring(self) -> bool:
+        """Bring the weights. Returns False if workers that patched them hold something else: they need all of them."""
+        again, verify = self._verify, self._verify
+        if self._last_sent is not None:  # a wrong word would stay, as long as it does not change
+            verify = "full"
+        check = DigestCheck(self.source, self.parameters, verify, self.report.version, again)
+        self._terms = self._announce(check.request)
+        getattr(self._way, "transfer", Update.push_all)(self)
+        return self._finish(check)
 
     def _announce(self, verify: dict[str, Any]) -> list[dict[str, Any]]:
         """Announce the update. Returns the terms of each worker:
@@ -106,7 +117,13 @@ class Update:
         """Bring every parameter through buckets. Collective."""
         larger = any(parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters)
         cuts = larger and self._way.cuts and self._repeatable  # alike on all ranks
-        self.push(self.parameters, self.needed_whole() if cuts else None)
+        parameters, whole = self.parameters, self.needed_whole() if cuts or self._last_sent is not None else None
+        if self._last_sent is not None:
+            self._last_sent.begin(parameters, whole)
+            if whole:  # first, so that they share few buckets with weights that can be patched
+                parameters = sorted(parameters, key=lambda p: whole.isdisjoint(piece.name for piece in p.pieces))
+        self.push(parameters, whole if cuts else None)
+        self.report.spared += 0 if self._last_sent is None else self._last_sent.spared
 
     def push(self, parameters: list[SourceParameter], unsplit: Collection[str] | None) -> None:
         """Bring these parameters through buckets, as `Transfer.push` says. Collective."""
@@ -120,8 +137,8 @@ class Update:
         self.report.nbytes += plan.nbytes
         return push(self.source, plan, self._way, self.workers, kind, self._stamps)
 
-    def _finish(self, check: DigestCheck) -> None:
-        """Check that every weight is accounted for, and compare them.
+    def _finish(self, check: DigestCheck) -> bool:
+        """Check that every weight is accounted for, and compare them. Returns what `_bring` does.
 
         Weights that workers leave to their loaders are sent again, for those to compare, unless they are re-processed:
         that takes a probe.
@@ -131,7 +148,7 @@ class Update:
         answers = self.workers.collect_last()
         agree(self.workers.error, "sending weights")
         if self._verify == "off":
-            return
+            return True
         different = check.different(answers)
         if check.undigested:
             plan = BucketPlan(check.undigested, self._capacity)  # they may be packed otherwise than among all
@@ -143,8 +160,14 @@ class Update:
             for link, names in zip(self.workers.links, different, strict=False)
             if names
         )
+        if self._last_sent is not None:
+            agree(self.workers.error, "verifying weights")
+            if any(exchange(bool(wrong and self._last_sent.spared))):
+                self._last_sent.forget(wrong)
+                return False
         agree(self.workers.error or (SyncError(wrong) if wrong else None), "verifying weights")
         self.report.verified = self._verify if check.comparable else ""
+        return True
 
     def _end(self, calls: Sequence[Any]) -> list[Any]:
         # On CUDA the KV cache needs the buffers' place; on CPU fresh pages cost more than kept ones.
@@ -158,6 +181,8 @@ class Update:
         with agreed("finishing the update"):
             results = [call.result(self.settings.timeout) for call in calls]
             self._way.finish(release)
+        if self._last_sent is not None:
+            self.report.resent = self._last_sent.commit()
         return results
 
     def _abort(self, error: BaseException) -> None:

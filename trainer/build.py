@@ -122,7 +122,8 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
 
 def sync_settings(config: TrainConfig) -> SyncSettings:
     """Returns the recipe's settings of weight synchronisation."""
-    return SyncSettings(config.sync.verify, config.sync.bucket_mib << 20, config.sync.timeout_s, config.sync.replay)
+    sync = config.sync
+    return SyncSettings(sync.verify, sync.bucket_mib << 20, sync.timeout_s, sync.replay, sync.delta)
 
 
 def weights_host() -> str:

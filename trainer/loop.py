@@ -187,6 +187,8 @@ class RLTrainer:
         report = self.sharding.report
         self.meter.note_shift(report.seconds, report.offloaded)
         self.state.syncs_verified += bool(report.verified)
+        if report.resent:
+            self.screen.note(f"all weights were sent, since {report.resent}")
         if report.left_out != self.left_out:
             self.left_out = report.left_out
             weights = f"{len(self.left_out)} weight{'s' * (len(self.left_out) != 1)}"
@@ -256,5 +258,7 @@ class RLTrainer:
             metrics["throughput/tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/step"]
             metrics["throughput/tokens_per_s_per_device"] = metrics["throughput/tokens_per_s"] / world_size()
         metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
+        if self.config.sync.delta:
+            metrics["sync/bytes"] = float(self.sharding.report.nbytes - self.sharding.report.spared)
         self.tracker.log(step, metrics)
         self.screen.step(step, metrics)

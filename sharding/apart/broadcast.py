@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch.distributed import Work
 
+from sharding.apart.last_sent import LastSent
 from sharding.ranks import agreed, exchange, rank
 from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, Workers, futures, raise_if_failed
 from sharding.send.source import WeightSource
@@ -22,7 +23,7 @@ from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
 from sharding.wire.manifest import Manifest, manifest_of
-from sharding.wire.staging import STAMP_BYTES, local_buffers, with_stamp
+from sharding.wire.staging import STAMP_BYTES, local_buffers, stamp, with_stamp
 
 TRAIN_WORLD_SIZE = 1
 """Members of the group on the trainer's side: its rank 0."""
@@ -44,15 +45,23 @@ class Broadcast(Way):
     `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
     `store`: the store of a group that stands or is forming, on rank 0.
     `lost`: why there is no group.
+    `last_sent`: of which buckets are patches (`sync.delta`), or None.
     """
 
     reader, cuts, shares, survives = "broadcast", True, False, True
 
     def __init__(
-        self, device: torch.device, workers: int, timeout: float, ip: str = "127.0.0.1", port: int = 0
+        self,
+        device: torch.device,
+        workers: int,
+        timeout: float,
+        ip: str = "127.0.0.1",
+        port: int = 0,
+        last_sent: LastSent | None = None,
     ) -> None:
         """`workers` is their number in all engines together. The default address is loopback, with a free port."""
         self.buffers: list[torch.Tensor] = []
+        self.last_sent = last_sent
         self.world_size, _ = engine_ranks(1, workers)
         self.ip, self.port = ip, port
         self.store: GroupStore | None = None
@@ -122,11 +131,19 @@ class Broadcast(Way):
             )
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """Start the broadcast of a filled buffer, unless the update has failed."""
-        if self._group is not None and not failed:
-            memory = self.buffers[fields["buffer"]][: fields["nbytes"] + STAMP_BYTES]
-            self._works[fields["buffer"]] = self._group.start(memory)
-        return {"capacity": self.buffers[0].nbytes}
+        """Start the broadcast of a filled buffer, or of a patch in its place, unless the update has failed."""
+        buffer, nbytes, place = self.buffers[fields["buffer"]], fields["nbytes"], {"capacity": self.buffers[0].nbytes}
+        if self._group is None or failed:
+            return place
+        patch = None
+        if self.last_sent is not None and kind == "bucket":
+            patch = self.last_sent.replace(buffer[:nbytes], fields)
+        if patch is not None:
+            place["patch"] = nbytes = patch.nbytes
+            buffer[:nbytes].copy_(patch)
+            stamp(buffer[: nbytes + STAMP_BYTES], fields["stamp"])
+        self._works[fields["buffer"]] = self._group.start(buffer[: nbytes + STAMP_BYTES])
+        return place
 
     def wait(self, buffer: int) -> None:
         """Wait for the broadcast of a buffer to end. Raises GroupError: a member was lost, or gave up."""
@@ -208,7 +225,9 @@ class CollectiveSender:
         """
         self.session = session
         self._timeout = settings.timeout
-        self._way = Broadcast(device, workers, settings.timeout, host, port)
+        patches = settings.delta and settings.verify != "off" and getattr(source, "repeatable", True)
+        last_sent = LastSent("workers have joined or left" if session else "") if patches else None
+        self._way = Broadcast(device, workers, settings.timeout, host, port, last_sent)
         self._way.listen()
         self._update = Update(source, self._way, settings, adapter)
         self.ip, self.port = self._way.ip, self._way.port

@@ -41,12 +41,14 @@ class SyncSettings:
     `timeout`: of every wait for a worker, s.
     `replay`: workers record what vLLM's loaders do in the first update, and repeat it from then on
     (`sharding.worker.recording`).
+    `delta`: engines apart are sent what has changed since the last update, and all digests are compared.
     """
 
     verify: Verify = "sample"
     bucket_bytes: int = 512 << 20
     timeout: float = 300.0
     replay: bool = True
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class SyncReport:
     nothing, or on a rank that leads none.
     `left_out`: weights that no worker of this engine has taken anything of, as it does at its start, on purpose.
     `offloaded`: bytes that the trainer put away for the generation shift.
+    `spared`: bytes that were not sent, out of `nbytes`, since they had not changed.
+    `resent`: why everything was sent although patches would have done; "" if they did, or there were none.
     """
 
     version: int
@@ -81,6 +85,8 @@ class SyncReport:
     unreplayable: dict[str, str] | None = None
     left_out: list[str] = field(default_factory=list)
     offloaded: int = 0
+    spared: int = 0
+    resent: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -292,8 +298,13 @@ class DigestCheck:
             cannot say what a rank holds.
     """
 
-    def __init__(self, source: Any, parameters: list[SourceParameter], verify: Verify, version: int) -> None:
-        """`source`: a `ShardedSource`, or a `WeightSource`."""
+    def __init__(
+        self, source: Any, parameters: list[SourceParameter], verify: Verify, version: int, again: Verify | None = None
+    ) -> None:
+        """`source`: a `ShardedSource`, or a `WeightSource`. `again`: which weights are sent a second time where digests
+        do not do; None: those that `verify` draws.
+        """
+        self._again = {parameter.name for parameter in parameters_to_verify(parameters, again or verify, version)}
         self._source = source
         self._drawn = parameters_to_verify(parameters, verify, version)
         self._seed = version if verify == "sample" else None
@@ -318,7 +329,7 @@ class DigestCheck:
             return
         needs = [self._needs(term["plain"], term["views"]) for term in terms]
         asked, lacking, self.comparable = allreduce_objects(functools.reduce(_join, needs, [{}, [], False]), _join)
-        names = {self._places[name][0].name for name in lacking}
+        names = self._again.intersection(self._places[name][0].name for name in lacking)
         self.undigested = [parameter for parameter in self._drawn if parameter.name in names]
         holders = {name: self._source.holders(self._places[name][0].name) for name in asked}
         parts = {name: {str(holders[name][0]): self._sums(name, ways)} for name, ways in asked.items()}

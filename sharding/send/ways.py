@@ -161,9 +161,10 @@ class Way(Protocol):
     Every rank makes the same calls in the same order. An error of one rank is raised there, and the ranks agree on it
     afterwards; after any error comes `abort`, and the next update begins anew.
 
-    Two members are optional:
+    Three members are optional:
     `transfer(update: Transfer)` brings the weights of an update; without it they go through buckets (`push_all`).
     `survives`: an update that broke off ends with `finish`, not with `abort`, if all workers have left it in order.
+    `last_sent`: a `sharding.apart.last_sent.LastSent`, on all ranks, if buckets may be patches of it.
 
     Attributes:
         reader: the worker's half: "staged", "storage", or an import string.

@@ -102,7 +102,7 @@ class BroadcastBuckets:
         """Begin the broadcast into the buffer, which holds nothing that is still needed."""
         # On the trainer's type of device: gloo carries no device memory, and NCCL no other.
         self._buffers = local_buffers(self._buffers, message["capacity"], self._worker.device)
-        memory = self._buffers[message["buffer"]][: message["nbytes"] + STAMP_BYTES]
+        memory = self._buffers[message["buffer"]][: _sent_bytes(message) + STAMP_BYTES]
         self._works.append(self._group.start(memory))
 
     def finish(self, message: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class BroadcastBuckets:
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         self.finish(message)
-        return stamped_bucket(self._buffers[message["buffer"]], message)
+        return stamped_bucket(self._buffers[message["buffer"]], message | {"nbytes": _sent_bytes(message)})
 
     def close(self, reason: str | None = None) -> None:
         """Let go of the buffers. With a reason the group ends for all: other members may wait in a broadcast."""
@@ -121,6 +121,12 @@ class BroadcastBuckets:
         if reason is not None and membership is not None:
             self._worker.hotbunk_membership = None
             membership.leave(f"weights rank {membership.place.rank} (pid {os.getpid()}) gave up: {reason}")
+
+
+def _sent_bytes(message: dict[str, Any]) -> int:
+    """The bytes of a bucket, or of the patch that is sent in its place."""
+    nbytes: int = message.get("patch", message["nbytes"])
+    return nbytes
 
 
 class CollectiveCarrier(ChannelCarrier):

@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from sharding.wire.channel import MessageLine, SyncError
 from sharding.wire.digests import digests_of
-from sharding.wire.manifest import Manifest, NamedTensors, View, check_manifest
+from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest
+from sharding.wire.patches import apply_patch
 from sharding.wire.staging import open_memory, stamped_bucket, wait_for_writes
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
@@ -78,8 +80,9 @@ class Receiver:
         self._sealed: dict[str, list[tuple[View, torch.Tensor]]] = {}
         self._worker = worker
         self._promised = promised
-        self._loader: WeightLoader | AdapterLoader
-        self._loader = WeightLoader(worker.get_model(), worker.vllm_config, reprocessed, recording)
+        self._new_loader = partial(WeightLoader, worker.get_model(), worker.vllm_config, reprocessed)
+        self._loader: WeightLoader | AdapterLoader = self._new_loader(recording)
+        self._patched = torch.empty(0, dtype=torch.uint8)
 
     def receive(self, carrier: Carrier) -> UpdateOutcome:
         """Serve messages until the sender ends the update or something fails. Never raises, or leaves half a model."""
@@ -134,6 +137,7 @@ class Receiver:
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
         check_manifest(self.weights, self._promised, engine_dtypes(self._worker))
+        self._loader, self.outcome.nbytes = self._new_loader(self._loader.recording), 0
         if (adapter := message.get("adapter")) is not None:
             self.outcome.adapter = adapter["number"]
             self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
@@ -149,13 +153,24 @@ class Receiver:
         return {"plain": self._loader.plain, "views": views, "whole": unsplit, "records": records}
 
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
-        weights = self._views(buffer, message)
-        stretches = message.get("stretches", [])
-        parts = [(name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches]
+        if "patch" in message:
+            buffer = self._patch(buffer, message)
+        weights, parts = self._views(buffer, message), _parts(buffer, message)
         self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(values.nbytes for _, _, values in parts)
         self._loader.load(weights)
         if parts:
             self._loader.load_parts(parts)
+
+    def _patch(self, patch: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
+        """A bucket as it is now: what this worker's weights hold of it, changed by a patch."""
+        if (recording := self._loader.recording) is None or not recording.complete:
+            raise SyncError("a patch arrived, but this worker has no record of where weights are")
+        if self._patched.nbytes < message["nbytes"]:
+            self._patched = patch.new_empty(message["nbytes"])
+        bucket = self._patched[: message["nbytes"]]
+        recording.recall(self._views(bucket, message), _parts(bucket, message))
+        apply_patch(patch, bucket)
+        return bucket
 
     def _pull(self, carrier: Carrier, message: dict[str, Any]) -> None:
         if not isinstance(carrier, ChannelCarrier) or not isinstance(self._loader, WeightLoader):
@@ -171,6 +186,12 @@ class Receiver:
             (name, _elements(buffer, dtype, offset, torch.Size(shape).numel()).view(shape))
             for name, dtype, shape, offset in message["pieces"]
         ]
+
+
+def _parts(buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
+    """The parts of weights in a bucket, views as well."""
+    stretches = message.get("stretches", [])
+    return [(name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches]
 
 
 def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:

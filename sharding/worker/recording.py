@@ -186,6 +186,18 @@ class Recording:
         _copy_all([(copy.target, copy.source(values)) for copies, values in pairs for copy in copies])
         return [[copy.target for copy in copies] for copies in by_part]
 
+    def recall(self, weights: NamedTensors, parts: list[Part]) -> None:
+        """Make the copies of `replay` and `replay_parts` the other way round: into weights, out of the parameters.
+        Weights that are not replayable stay as they are.
+        """
+        copies = [(copy, weight) for name, weight in weights if self.replayable(name) for copy in self.copies[name]]
+        copies += [(c, v) for name, first, v in parts for c in self._copies_within(name, first, v.numel())]
+        pairs = []
+        for copy, weight in copies:
+            once = tuple(slice(1) if step == 0 else slice(None) for step in copy.stride)  # of what was expanded
+            pairs.append((copy.source(weight)[once], copy.target[once]))
+        _copy_all(pairs)
+
     def reads(self, name: str, first: int, count: int) -> bool:
         """True if some of these elements of a weight are copied."""
         return bool(self._copies_within(name, first, count))

@@ -211,6 +211,10 @@ class SyncConfig(Section):
         storage="through the run's folder weights, which other engines can load from, too",
     )  # fmt: skip
 
+    delta: bool = key(
+        False, "with engine.placement ranks or ray: send only what has changed since the last sync (docs/apart.md)"
+    )
+
     @field_validator("verify", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:

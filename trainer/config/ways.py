@@ -54,6 +54,9 @@ def local_ranks(environ: Mapping[str, str], ranks: int) -> int:
 def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
     """Yields a sentence for each reason why the recipe's sync.way is not possible."""
     sync = config.sync
+    if sync.delta:
+        for reason in _delta_obstacles(config):
+            yield f"sync.delta changes the weights that engines elsewhere hold, but {reason}"
     if placement(config).apart:  # `check_placement` has the rest
         return
     if (home := sync.way.rpartition(":")[0]).endswith(".py") and not os.path.isfile(home):
@@ -64,6 +67,17 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
     if sync.way == "pull":
         for reason in pull_obstacles(config, ranks, local_ranks(environ, ranks)):
             yield f"sync.way: pull lets engines read the shards of their machine's ranks, but {reason}"
+
+
+def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
+    """Yields the reasons why weights cannot be sent as changes of those before."""
+    reasons = {
+        "engine.placement is shared, where nothing travels: leave it out": not placement(config).apart,
+        "sync.verify is off, and digests have to prove the result: set it to sample": config.sync.verify == "off",
+        "lora.sync sends a small adapter anyway: leave it out, or set lora.sync to merged": config.lora.engines_apply,
+        **_record_obstacles(config),
+    }
+    return (reason for reason, holds in reasons.items() if holds)
 
 
 def zero_copy_obstacles(config: TrainConfig, ranks: int) -> Iterator[str]:

@@ -252,6 +252,30 @@ def test_joining_twice_changes_nothing_and_wrong_ranks_are_named(apart: Apart) -
     assert max(apart.gaps()) < 1e-4
 
 
+def test_patches_leave_a_real_engine_with_the_policys_weights(apart: Apart) -> None:
+    """One engine keeps weights as they are sent; the other packs them, so that it cannot be patched."""
+    apart.sender.close()
+    engines, settings = apart.engines, replace(SETTINGS, verify="sample", delta=True)
+    first = engines[0]
+    apart.sender = CollectiveSender(apart.source(), torch.device("cpu"), settings, workers=1)
+    calls = [first.thread.submit(first.engine.init_collective_async(0, apart.sender.ip, apart.sender.port, 2, 1, 30.0))]
+    apart.sender.connect(calls)
+    reports = []
+    apart.engines = engines[:1]
+    for step in range(4):
+        for parameter in apart.policy.model.parameters():
+            parameter.detach().view(-1)[step::97] += 0.01
+        apart.policy.version += 1
+        reports.append(apart.sender.send(apart.policy.version, apart.update()))
+    assert max(apart.gaps()) < 1e-4
+    sent = [report.nbytes - report.spared for report in reports]
+    assert max(sent[1:]) < 0.1 * sent[0] and not any(report.resent for report in reports), sent
+    apart.engines = engines
+    apart.sender.close()
+    apart.sender = apart.join(SETTINGS)
+    apart.send()
+
+
 def test_a_silent_engine_ends_the_update_and_a_new_group_repairs_it(apart: Apart) -> None:
     apart.sender.close()
     apart.sender = apart.join(SyncSettings("off", 1 << 16, timeout=2.0))

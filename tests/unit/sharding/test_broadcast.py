@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sharding.apart.broadcast import CollectiveSender
+from sharding.apart.last_sent import LastSent
 from sharding.ranks import RemoteError
 from sharding.send.push import Link, SyncSettings
 from sharding.send.source import FsdpWeightSource
@@ -51,14 +52,19 @@ class Apart:
     messages.
     """
 
-    def __init__(self, bucket_bytes: int = 1 << 20, shards: bool = True) -> None:
+    def __init__(self, bucket_bytes: int = 1 << 20, shards: bool = True, verify: str = "full", **more: Any) -> None:
         self.weights = small_weights(0, TIMES)
         source: Any = FsdpWeightSource(list(self.weights.items()), torch.float32)
         self.source = source if shards else Whole(source)
         models = [SmallModel(0, 1, times=TIMES), *(SmallModel(rank, 2, times=TIMES) for rank in (0, 1))]
         self.workers = [NumberedWorker.of(model) for model in models]
         self.pool = ThreadPoolExecutor(3)
-        self.sender = CollectiveSender(self.source, CPU, SyncSettings("full", bucket_bytes, 20), workers=3)
+        settings = SyncSettings(verify, bucket_bytes, 20, **more)  # type: ignore[arg-type]
+        self.join(settings)
+
+    def join(self, settings: SyncSettings, session: int = 0) -> None:
+        """Has all workers join a new group."""
+        self.sender = CollectiveSender(self.source, CPU, settings, workers=3, session=session)
         place = self.sender.ip, self.sender.port, 4
         before = (0, 1, 1)  # workers of earlier engines
         pairs = zip(self.workers, before, strict=True)
@@ -66,12 +72,13 @@ class Apart:
         self.sender.connect(joining)
         assert [call.result()["error"] for call in joining] == [None] * 3
 
-    def send(self, version: int) -> Any:
-        """Sends changed weights, and checks that every worker holds the weights of one that has loaded them
-        directly.
+    def send(self, version: int, count: int | None = None) -> Any:
+        """Sends changed weights, of each `count` elements or all, and checks that every worker holds the weights of one
+        that has loaded them directly.
         """
         for name, weight in small_weights(version, TIMES).items():
-            self.weights[name].copy_(weight)
+            places = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(version))[:count]
+            self.weights[name].flatten()[places] = weight.flatten()[places]
         report = self.sender.send(version, self.calls())
         for worker in self.workers:
             twin = SmallModel(worker.model.rank, worker.model.ranks, times=TIMES)
@@ -154,3 +161,71 @@ def test_weights_larger_than_a_bucket_travel_in_parts_once_they_are_recorded(mon
         assert (report.staging_bytes, report.verified) == (2 * 1024, "full")
     apart.sender.close()
     apart.pool.shutdown()
+
+
+@pytest.fixture(params=[(1 << 20, "full"), (1024, "sample")], ids=["", "in parts"])
+def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
+    """Returns workers that have been sent everything, and patches next."""
+    monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
+    apart = Apart(request.param[0], verify=request.param[1], delta=True)
+    first, second = (apart.send(version) for version in (1, 2))
+    assert first.spared == 0 and second.spared < second.nbytes / 10, "all changes"
+    yield apart
+    apart.sender.close()
+    apart.pool.shutdown()
+
+
+def test_ten_patched_updates_are_the_policys_on_every_worker_in_few_bytes(patched: Apart) -> None:
+    """Float32 values of 2 words each change in 4 elements of a weight; `scaled`, left to its loader, travels whole."""
+    most = 4 * 4 * 2 * 4 + 20 * 16 + 2 * patched.nbytes("scaled")  # of four weights, of counts and padding, and whole
+    for version in range(3, 13):
+        report = patched.send(version, count=4)
+        print(f"update {version}: {report.nbytes - report.spared} of {report.nbytes} bytes")
+        assert report.nbytes - report.spared <= most + patched.nbytes("scaled") and most < report.nbytes / 4
+        assert report.verified in ("sample", "full") and not report.resent
+
+
+@pytest.mark.parametrize("place", ["worker", "way", "counts", "trainer"])
+def test_what_a_patch_does_not_prove_is_found_and_everything_sent_again(
+    patched: Apart, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong word in a worker's weights, on the way, or in what rank 0 knows of them."""
+    replace, last_sent = LastSent.replace, patched.sender._way.last_sent
+    assert last_sent is not None
+
+    def damaged(self: LastSent, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
+        patch = replace(self, bucket, fields)
+        if patch is not None:
+            patch[0 if place == "counts" else 4] ^= 3
+        return patch
+
+    with monkeypatch.context() as changes:
+        if place == "worker":
+            patched.workers[2].model.columns.data.view(torch.int32)[7, 3] ^= 1
+        elif place == "trainer":
+            patched.weights["norm"].view(torch.int32)[:] ^= 1
+            last_sent._bytes["norm"].view(torch.int32)[:] = patched.weights["norm"].view(
+                torch.int32
+            )  # as if it was sent
+        else:
+            changes.setattr(LastSent, "replace", damaged)
+        report = patched.send(13, count=4) if place != "trainer" else patched.sender.send(13, patched.calls())
+    assert "does not hold what was sent" in report.resent and report.spared > 0
+    report = patched.send(14, count=4)
+    assert report.spared > report.nbytes / 2 and not report.resent
+
+
+def test_all_is_sent_after_an_update_that_broke_off_and_to_a_new_group(patched: Apart) -> None:
+    calls = patched.calls()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RemoteError):
+        patch.setattr(extension.Receiver, "_load", lambda receiver, *_: receiver.nothing)
+        patched.sender.send(3, calls)
+    assert all(call.result()["error"] for call in calls)
+    report = patched.send(4, count=4)
+    assert (report.spared, report.resent) == (0, "the update before broke off")
+    assert patched.send(5, count=4).spared > 0
+    patched.sender.close()
+    patched.join(SyncSettings("sample", 1 << 20, 20, delta=True), session=patched.sender.session)
+    report = patched.send(6, count=4)
+    assert (report.spared, report.resent) == (0, "workers have joined or left")
+    assert patched.send(7, count=4).spared > 0

@@ -90,3 +90,23 @@ def test_obstacles_to_reading_shards_are_named(config: dict, changes: dict, rank
     assert problems(config, right, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == []
     messages = problems(config, right | changes, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="2")
     assert any(p.startswith("sync.way: pull lets engines read") and sentence in p for p in messages), messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"engine": {"placement": "shared", "plain_cpu_weights": True}}, "engine.placement is shared, where nothing"),
+        ({"sync": {"delta": True, "verify": "off"}}, "sync.verify is off, and digests have to prove the result"),
+        ({"lora": {"rank": 4}}, "lora.sync sends a small adapter anyway: leave it out, or set lora.sync to merged"),
+        ({"engine": {"placement": "ranks"}}, "engine.plain_cpu_weights is false, so that vLLM packs them"),
+        ({"sync": {"delta": True, "replay": False}}, "sync.replay is false, and only the record says where they are"),
+    ],
+)
+def test_obstacles_to_sending_changes_alone_are_named(config: dict, changes: dict, sentence: str) -> None:
+    right = {"sync": {"delta": True}, "engine": {"placement": "ranks", "plain_cpu_weights": True}}
+    beginning = "sync.delta changes the weights that engines elsewhere hold, but "
+    found = [
+        [p for p in problems(config, recipe, WORLD_SIZE="2") if p.startswith(beginning)]
+        for recipe in (right, right | changes)
+    ]
+    assert found[0] == [] and [p.startswith(beginning + sentence) for p in found[1]] == [True]

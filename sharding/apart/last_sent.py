@@ -1,0 +1,72 @@
+"""What engines apart hold, as rank 0 has sent it last, so that only what has changed has to travel (`sync.delta`).
+
+Rank 0 keeps a copy of all weights in the engine's dtype in host memory. Digests of blocks would need hardly any, but
+could name only blocks, all of which change (`sharding.wire.patches`). A worker keeps no copy: it reads the former
+content of a bucket back out of its weights (`Recording.recall`).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.wire.manifest import SourceParameter
+from sharding.wire.patches import patch_between
+
+
+class LastSent:
+    """The weights as they were last sent. All ranks have one, and rank 0 alone fills it.
+
+    Attributes:
+        spared: bytes that patches have saved in this update; 0: everything was sent.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        """`reason`: why there is nothing to patch, where workers have been sent weights before."""
+        self.spared = 0
+        self._sizes: dict[str, int] = {}
+        self._bytes: dict[str, Tensor] = {}
+        self._known: set[str] = set()
+        self._reason = reason
+
+    def begin(self, parameters: list[SourceParameter], unrecorded: set[str] | None) -> None:
+        """Prepares for an update; `unrecorded` are weights that some worker cannot read back, None: all."""
+        self.spared = 0
+        self._sizes = {piece.name: piece.nbytes for parameter in parameters for piece in parameter.pieces}
+        self._bytes = {name: kept for name, kept in self._bytes.items() if self._sizes.get(name) == kept.nbytes}
+        if unrecorded is None:
+            self.forget("a worker has no record yet of where its weights go")
+        self._known = (self._known & self._bytes.keys()) - (unrecorded or set())
+
+    def replace(self, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
+        """Keeps a bucket, uint8 [nbytes]; returns the patch that leads to it, or None if it has to be sent whole.
+
+        `fields` are those of its message.
+        """
+        places = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
+        before = bucket.clone()  # padding does not change
+        for name, dtype, first, count, offset in [*places, *fields["stretches"]]:
+            width = getattr(torch, dtype).itemsize
+            if name not in self._bytes:
+                self._bytes[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
+            kept, place = (
+                self._bytes[name][first * width : (first + count) * width],
+                slice(offset, offset + count * width),
+            )
+            before[place] = kept if name in self._known else ~bucket[place]  # all of which is sent
+            kept.copy_(bucket[place])
+        patch = patch_between(before, bucket) if self._known else None
+        self.spared += 0 if patch is None else bucket.nbytes - patch.nbytes
+        return patch
+
+    def commit(self) -> str:
+        """Notes that all workers hold what was sent; returns why it was all sent again, "" if it was not."""
+        self._known = set(self._bytes)
+        reason, self._reason = self._reason, ""
+        return reason
+
+    def forget(self, reason: str) -> None:
+        """Has everything sent next; the first `reason` is told if anything was known."""
+        self._reason = self._reason or (reason if self._known else "")
+        self._known = set()
