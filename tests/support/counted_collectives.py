@@ -40,9 +40,9 @@ class Counted(TorchDispatchMode):
         return Traffic(*(figures.get(name, 0) for name in names for figures in (self.calls, self.nbytes)))
 
 
-def check_traffic(folder: Path, tied: bool, **settings: Any) -> None:
+def check_traffic(folder: Path, tied: bool, kind: str = "qwen2", **settings: Any) -> None:
     """Counted and planned collectives are equal, to the byte."""
-    path = checks.model_folder(folder, "qwen2", tied)
+    path = checks.model_folder(folder, kind, tied)
     policy = checks.make_policy(path, dtype="bfloat16", **settings)
     batches = micro_batches(checks.make_samples(), 40, 0, torch.device("cpu"), count=MICRO_BATCHES, packing=True)
     loss = checks.make_loss(batches)

@@ -14,6 +14,7 @@ import torch
 from sharding.ranks import rank
 from tests.support import critic_checks, sequence_checks, three_steps
 from tests.support import policy_checks as checks
+from tests.support.counted_collectives import check_traffic
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
@@ -119,6 +120,7 @@ def checks_of(even: Path) -> dict[str, Callable[[], None]]:
             2, lambda: sequence_checks.check_update(even, *MIXTURE, 33, expert_parallel=2)
         ),
         "sent": lambda: checks.check_sent(make_policy(even, 2)),
+        "traffic": lambda: check_traffic(even, False, MIXTURE[0], expert_parallel=2),
     }
 
 

@@ -1,7 +1,8 @@
 """Kills, interrupts and stops a run at random moments, and checks that it resumes each time, bit for bit.
 
     python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
-                                           [--runs 1] [--slices N] [--lora R] [--mixture | --images | --family NAME]
+                                           [--runs 1] [--slices N] [--lora R]
+                                           [--mixture [--split N] | --images | --family NAME]
                                            [--then RANKS | --alone [--apart]] [--rollouts] [--pull] [--share]
 
 A tiny model is trained once without disturbance, and once with signals to a random process (the launcher, a rank, an
@@ -10,8 +11,8 @@ again by the same command. 20 s after each end no process or file of it may be l
 for bit. With `--slices N` answers grow by N tokens at a time, and most are unfinished when they are saved. With `--then
 RANKS` the second half of the signals goes to a run on RANKS ranks, and the undisturbed run changes to RANKS ranks at
 the same step: the last bits of sums depend on the number of ranks. `--lora R` trains adapters of rank R, which engines
-apply. `--mixture` trains a mixture of experts by the routes of an engine in bfloat16, with a balance loss. `--images`
-trains a multimodal model on rows with 0 to 2 images.
+apply. `--mixture` trains a mixture of experts by the routes of an engine in bfloat16, with a balance loss, and
+`--split N` splits its experts over N ranks. `--images` trains a multimodal model on rows with 0 to 2 images.
 
 With `--alone` this script starts nothing again: all signals are SIGKILL, at most two a step, and the run has to reach
 its end by itself, with engines that are restarted in place, and a supervisor (RESTARTS) for everything else. It prints
@@ -418,6 +419,7 @@ def main() -> int:
         "slices": 0,
         "then": 0,
         "lora": 0,
+        "split": 1,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, help="steps of the run; by default as many as the signals take")
@@ -463,7 +465,7 @@ def main() -> int:
         lora={"rank": options.lora, "sync": "merged" if options.pull else "adapter"},
         sync={"way": "pull" if options.pull else "auto"},
         # The low rate leaves something to learn in every step.
-        policy={"lr": 1e-4, "dtype": "bfloat16" if options.pull else "float32"},
+        policy={"lr": 1e-4, "dtype": "bfloat16" if options.pull else "float32", "expert_parallel": options.split},
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
         batch={"share_prefixes": options.share, "shared_tokens_min": 2},

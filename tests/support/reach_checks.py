@@ -28,12 +28,16 @@ ADAPTED: dict[str, Any] = {
 }
 """Layers with adapters, by model; vLLM keeps products of `kv_b_proj`, which therefore is staged."""
 
+SPLIT = "qwen3_moe_untied"
+"""The mixture whose experts are split over ranks."""
+
 
 def on_ranks(models: str, results: str, *cases: str) -> None:
     """Runs each case on all models, and writes the results to the file `results`.
 
     A case such as "fsdp 2" or "zero3 1" is a backend of the policy and the engines' tensor-parallel size; "hsdp" is
-    FSDP2 on pairs of ranks. In "fsdp 2 lora", the models of `ADAPTED` are trained by adapters, which are merged.
+    FSDP2 on pairs of ranks, and "experts" splits those of the model `SPLIT` over pairs. In "fsdp 2 lora", the models of
+    `ADAPTED` are trained by adapters, which are merged.
     """
     init_process_group(120, "cpu")
     from vllm.v1.worker import cpu_model_runner
@@ -50,7 +54,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     for case in cases:
         backend, size, *adapted = case.split()
         for folder in sorted(Path(models).iterdir()):
-            if adapted and folder.name not in ADAPTED:
+            if (adapted and folder.name not in ADAPTED) or (backend == "experts" and folder.name != SPLIT):
                 continue
             saved = Path(results).parent / f"saved {case} {folder.name}"
             todo[f"{folder.name} {case}"] = partial(check_apart, folder, backend, int(size), saved, bool(adapted))
@@ -119,7 +123,8 @@ def make_policy(folder: Path, backend: str, adapted: bool) -> Any:
         return lora_policy(folder, "zero 3" if backend == "zero3" else backend, ADAPTED[folder.name])
     if backend == "zero3":
         return zero_policy(folder, stage=3)
-    return checks.make_policy(folder, **({"shard_size": 2} if backend == "hsdp" else {}))
+    settings = {"hsdp": {"shard_size": 2}, "experts": {"expert_parallel": 2}}
+    return checks.make_policy(folder, **settings.get(backend, {}))
 
 
 def change(source: ShardedSource) -> None:

@@ -321,12 +321,15 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
     targets, kept, last_norm, working = activation_bytes(config, policy, model, ranks)
     embedding = model.rest if model.tied else model.rest - model.head  # this unit stays gathered until the end
-    ahead: float = w * model.layer if shards_of(policy, ranks) > 1 else 0
+    split = model.split if policy.expert_parallel > 1 else 0  # a unit of their own, of which a rank has a part
+    dense, experts = model.layer - split, split // policy.expert_parallel
+    ahead: float = w * dense if shards_of(policy, ranks) > 1 else 0
     if updates_on_host(config) and not deepspeed:  # float32 shards are copied to the device before they are cast
         ahead += _FLOAT32 * model.layer / shards_of(policy, ranks)
-    before, within = w * model.rest + ahead, w * (embedding + model.layer) + ahead
+    before, within = w * model.rest + ahead, w * (embedding + dense + experts) + ahead
     if learner.unsharded or not policy.reshard_after_forward:
-        before = within = 0 if learner.unsharded else w * model.total
+        gathered = model.total - len(model.experts) * (split - experts)
+        before = within = 0 if learner.unsharded else w * gathered
     elif deepspeed:
         before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
     logits = cuda_block_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
@@ -341,7 +344,7 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     if trains and deepspeed:
         reduced, last = buckets + w * max(model.layer, model.head), buckets + w * embedding
     elif trains:
-        largest = max(model.layer, 0 if model.tied else model.head)
+        largest = max(dense, experts, 0 if model.tied else model.head)
         reduced = _FLOAT32 * largest + (w * model.head if model.tied else 0)
         last = (w + _FLOAT32) * embedding
     return max(

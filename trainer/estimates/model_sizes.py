@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
 from trainer.model_structure import ModelFlops, decoder, encoder_layers, hidden_matrices, image_token, model_flops
+from trainer.policy.experts import dispatched_experts
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
 from trainer.policy.optimizers import state_widths
@@ -28,6 +29,8 @@ class ModelSizes:
     rest: int  # elements of all parameters outside of layers
     # the shapes of each unit that FSDP2 gathers: layers, embeddings and head if they are separate, the rest
     units: Mapping[str, list[torch.Size]] = field(default_factory=dict)
+    # the shapes of those of a layer's parameters that `policy.expert_parallel` splits, by the layer's unit
+    experts: Mapping[str, list[torch.Size]] = field(default_factory=dict)
     head: int = 0  # elements of the output head, which is in `rest`; 0 if there is none
     tied: bool = False  # True if head and embeddings are one parameter
     normed: int = 0  # elements per token that a layer's norms compute
@@ -53,6 +56,11 @@ class ModelSizes:
         return self.adapters or self.shapes
 
     @property
+    def split(self) -> int:
+        """Elements of the experts that can be split in the layer that has the most."""
+        return max((sum(shape.numel() for shape in shapes) for shapes in self.experts.values()), default=0)
+
+    @property
     def width(self) -> int:
         """The width of the MLP that a token passes; in a mixture, the sum over the token's experts."""
         chosen = self.config.get("num_experts_per_tok")
@@ -76,7 +84,7 @@ def model_sizes(
         for part in (decoder(model).layers, encoder_layers(model))
     )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    units, normed = _units(model), _normed(model)
+    units, experts, normed = _units(model), _experts(model), _normed(model)
     if lora.rank:  # last, since adapters rename the weights beside them
         add_adapters(model, lora, torch.float32, "meta")
     return ModelSizes(
@@ -85,6 +93,7 @@ def model_sizes(
         layer=max(layers),
         rest=sum(shape.numel() for shape in shapes.values()) - sum(layers) - sum(encoder),
         units=units,
+        experts=experts,
         head=0 if head is None else head.weight.numel(),
         tied=head is not None and head.weight is embedding.weight,
         normed=normed,
@@ -117,6 +126,13 @@ def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
     return units
 
 
+def _experts(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
+    """The shapes of the experts that can be split, by the unit of their layer."""
+    shapes = {module: [p.shape for p in module.parameters()] for module in dispatched_experts(model)}
+    layers = enumerate(decoder(model).layers)
+    return {f"layers.{i}": some for i, layer in layers for module, some in shapes.items() if module in layer.modules()}
+
+
 def _normed(model: PreTrainedModel) -> int:
     """Elements per token that the norms of the first layer compute; norms of queries and keys count for every head."""
     config = model.config.get_text_config()
@@ -139,6 +155,22 @@ def optimizer_bytes(policy: PolicyConfig, model: ModelSizes, shards: int) -> int
     """Bytes of the optimizer's state on the rank that has the most."""
     widths = state_widths(policy, model.trained, model.matrices)
     return sum(widths[name] * shard({name: shape}, shards) for name, shape in model.trained.items())
+
+
+def units_of(policy: PolicyConfig, model: ModelSizes, ranks: int) -> dict[str, tuple[int, int]]:
+    """The units that FSDP2 gathers, by name: elements of the first rank's shard, and the number of ranks with shards.
+
+    With `policy.expert_parallel` the experts of a layer are a unit of their own, which fewer ranks share.
+    """
+    shards, size, units = shards_of(policy, ranks), policy.expert_parallel, {}
+    for name, shapes in model.units.items():
+        split, rest = (model.experts.get(name, []) if size > 1 else []), list(shapes)
+        for shape in split:
+            rest.remove(shape)
+        units[name] = shard({str(i): shape for i, shape in enumerate(rest)}, shards), shards
+        if split:
+            units[f"{name}.experts"] = shard({str(i): shape for i, shape in enumerate(split)}, shards), shards // size
+    return units
 
 
 def shards_of(policy: PolicyConfig, ranks: int) -> int:

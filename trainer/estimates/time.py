@@ -22,6 +22,7 @@ from trainer.estimates.model_sizes import (
     optimizer_bytes,
     shard,
     shards_of,
+    units_of,
 )
 from trainer.model_structure import attended
 
@@ -102,20 +103,19 @@ def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_ba
     In each micro-batch every unit is gathered for forward, with w bytes per element, and layers once more for backward
     if `policy.reshard_after_forward`; its gradient is reduced in float32. Between replicas, shards are added up once an
     update. Rows are cut into S equal chunks, so every message is padded to S times the first chunk. A single rank sends
-    nothing.
+    nothing. The all-to-alls of experts in parallel are not among them.
     """
-    shards, w = shards_of(policy, ranks), compute_width(policy)
-    part = {name: sum(math.ceil(s[0] / shards) * math.prod(s[1:]) for s in unit) for name, unit in model.units.items()}
-    again = [name for name in part if "." in name and policy.reshard_after_forward]
-    cut = micro_batches if shards > 1 else 0
-    copied = len(part) if ranks > shards else 0
+    w, units = compute_width(policy), units_of(policy, model, ranks)
+    cut = {name: shards * elements for name, (elements, shards) in units.items() if shards > 1}
+    again = [name for name in cut if "." in name and policy.reshard_after_forward]
+    copied = len(units) if ranks > shards_of(policy, ranks) else 0
     return Traffic(
-        gathers=cut * (len(part) + len(again)),
-        gathered=cut * w * shards * (sum(part.values()) + sum(part[name] for name in again)),
-        scatters=cut * len(part),
-        scattered=cut * 4 * shards * sum(part.values()),
+        gathers=micro_batches * (len(cut) + len(again)),
+        gathered=micro_batches * w * (sum(cut.values()) + sum(cut[name] for name in again)),
+        scatters=micro_batches * len(cut),
+        scattered=micro_batches * 4 * sum(cut.values()),
         reductions=copied,
-        reduced=4 * sum(part.values()) if copied else 0,
+        reduced=4 * sum(elements for elements, _ in units.values()) if copied else 0,
     )
 
 
@@ -228,6 +228,8 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
         yield Cost("update: activations", passes * 2 * size / HOST, remark="inputs of recomputed layers")
     if policy.sequence_parallel > 1:
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
+    if policy.expert_parallel > 1:
+        yield _dispatches(policy, model, gpu, passes * tokens, micro_batches)
     yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
     trained, on_host = shard(model.trained, shards), policy.update_on == "host"
     moved = _STEP_BYTES * trained + 2 * optimizer_bytes(policy, model, shards)
@@ -305,9 +307,26 @@ def _exchanges(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float,
     ways, (queries, keys_values) = policy.sequence_parallel, attention_elements(policy, model)
     passes = 2 * model.layers + recomputed_layers(policy, model)
     size = passes * tokens * compute_width(policy) * (2 * queries + keys_values) * (ways - 1) / ways
+    return _all_to_all("update: exchanges", size, 2 * passes * micro_batches, ways, gpu)
+
+
+def _dispatches(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int) -> Cost:
+    """The time of the all-to-alls that bring a rank's `tokens` to experts and back; nothing overlaps with them.
+
+    A layer has two in forward, two in backward, and two more if it is recomputed; each has a row of hidden size for
+    every expert of a token. Routes are taken to be even.
+    """
+    size, recomputed = policy.expert_parallel, recomputed_layers(policy, model) / model.layers
+    passes = (2 + recomputed) * len(model.experts)
+    sent = 2 * passes * tokens * model.dispatched * compute_width(policy) * (size - 1) / size
+    return _all_to_all("update: tokens to experts", sent, 2 * passes * micro_batches, size, gpu)
+
+
+def _all_to_all(name: str, size: float, calls: float, ways: int, gpu: Gpu) -> Cost:
+    """The time of `calls` exchanges among `ways` ranks, in which each sends `size` bytes to the others in all."""
     rate = gpu.link_rate if ways <= NODE else gpu.network_rate
     remark = f"{size / 2**30:.1f} GiB traded by each of {ways} ranks"
-    return Cost("update: exchanges", size / (LINKS * rate) + 2 * passes * micro_batches * HOP, remark=remark)
+    return Cost(name, size / (LINKS * rate) + calls * HOP, remark=remark)
 
 
 def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import TinyModel
 from tests.support import critic_checks, expert_checks
 from tests.support.launch import run_ranks
+from tests.support.real_run import Run, write_recipe
 from trainer.run import checkpoint
 
-EVERYWHERE = ("routed", "shared sequences", "sent")
+EVERYWHERE = ("routed", "shared sequences", "sent", "traffic")
 ON_TWO = ("first step", "busy rank", "idle ranks", "scores", "export", "adapters", "critic", "host", "shifts")
 ON_FOUR = ("three steps", "uneven sent", "second step", "replicas", "replicas sent")
 
@@ -55,3 +57,18 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
         policy = expert_checks.make_policy(mixtures / "even", 1)
         checkpoint.load(mixtures / "even" / f"step_{step}", {"policy": policy})
         expert_checks.check_next_steps(policy, mixtures / "even", step + 1, step + 1)
+
+
+def test_a_run_sends_split_experts_to_its_engines(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The second sync replays; everything that engines hold is compared with the ranks' shards."""
+    recipe = write_recipe(
+        tmp_path,
+        tiny_model(architecture="qwen3_moe", tied=False),
+        run={"steps": 2},
+        policy={"expert_parallel": 2},
+        engine={"plain_cpu_weights": True},
+    )
+    run = Run(recipe, preloaded=True)
+    assert run.wait() == 0, run.output()
+    assert [row["sync/verified"] for row in run.rows()] == [1.0, 2.0]
+    assert max(row["gap/mean"] for row in run.rows()) < 1e-4
