@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
+from transformers import GraniteMoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
 
 from trainer.checks import check_model
 from trainer.config.schema import TrainConfig
@@ -72,3 +72,13 @@ def test_a_critic_that_is_no_language_model_is_left_to_what_loads_it(tiny_qwen2:
     sections = {"critic": {"path": str(tmp_path)}, "algorithm": {"preset": "ppo"}, "data": {"path": "d"}}
     config = check_model(TrainConfig.model_validate({"model": {"path": str(tiny_qwen2)}, **sections}))
     assert config.batch.share_prefixes is False
+
+
+def test_experts_that_transformers_cannot_split_are_refused(tmp_path: Path) -> None:
+    mixture = GraniteMoeConfig(**SMALL, num_attention_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    mixture.architectures = ["GraniteMoeForCausalLM"]
+    mixture.save_pretrained(tmp_path)
+    sections = {"model": {"path": str(tmp_path)}, "data": {"path": "d"}, "policy": {"expert_parallel": 2}}
+    sentence = "policy.expert_parallel is above 1, but .* no plan to split the experts of GraniteMoeForCausalLM: set it"
+    with pytest.raises(UserError, match=f"^{sentence} to 1$"):
+        check_model(TrainConfig.model_validate(sections))

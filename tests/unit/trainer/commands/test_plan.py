@@ -92,6 +92,20 @@ def test_ranks_that_share_sequences_have_a_part_of_the_activations(tiny_qwen2: P
     assert 0.5 * alone <= shared < 0.65 * alone
 
 
+def test_a_rank_gathers_a_part_of_split_experts(tiny_moe: Path) -> None:
+    """All of the next layer's are left out, and half of this layer's. scripts/bench/experts.py --split measures it."""
+    policy = {"activation_checkpointing": "full"}
+    configs = [recipe(tiny_moe, policy=policy | {"expert_parallel": n}) for n in (1, 2)]
+    sizes = model_sizes(configs[0], configs[0].model.path)
+    experts = sum(shape.numel() for name, shape in sizes.shapes.items() if ".layers.0.mlp.experts." in name)
+    assert experts > 0
+    parts = [{part.name: part for part in trainer_parts(config, sizes, 4, 80.0)} for config in configs]
+    assert all("last layer" in part["gathered weights"].remark for part in parts)
+    whole, split = (part["gathered weights"].training for part in parts)
+    width = 4 if configs[0].policy.dtype == "float32" else 2
+    assert whole - split == width * (experts + experts / 2)
+
+
 def test_counted_logits_are_at_most_those_of_a_micro_batch(tiny_qwen2: Path) -> None:
     """A device of 80 GiB would take larger blocks. Beside the logits are the head's gradient, its sum for the columns
     of a block, and the gradient of hidden states twice: as it is summed, and as it is returned.
