@@ -44,19 +44,20 @@ class LastSent:
 
         `fields` are those of its message.
         """
-        places = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
-        before = bucket.clone()  # padding does not change
-        for name, dtype, first, count, offset in [*places, *fields["stretches"]]:
+        pieces = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
+        places = [*pieces, *fields["stretches"]]
+        former = bucket.clone() if any(name in self._known for name, *_ in places) else None  # padding does not change
+        for name, dtype, first, count, offset in places:
             width = getattr(torch, dtype).itemsize
             if name not in self._bytes:
                 self._bytes[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
-            kept, place = (
-                self._bytes[name][first * width : (first + count) * width],
-                slice(offset, offset + count * width),
-            )
-            before[place] = kept if name in self._known else ~bucket[place]  # all of which is sent
-            kept.copy_(bucket[place])
-        patch = patch_between(before, bucket) if self._known else None
+            kept, memory = self._bytes[name][first * width :][: count * width], bucket[offset:][: count * width]
+            if former is not None and name in self._known:
+                former[offset:][: count * width] = kept
+            elif former is not None:  # all of it is sent
+                torch.bitwise_not(memory, out=former[offset:][: count * width])
+            kept.copy_(memory)
+        patch = None if former is None else patch_between(former, bucket)
         self.spared += 0 if patch is None else bucket.nbytes - patch.nbytes
         return patch
 

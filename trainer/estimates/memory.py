@@ -207,7 +207,8 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     """Bytes of the two staging buffers, counted twice if trainer and engine cannot share them.
 
     A buffer is as large as the largest bucket of weights that are sent. With `cut`, weights larger than a bucket are
-    sent in parts if possible, as in all syncs except the first.
+    sent in parts if possible, as in all syncs except the first, and `sync.delta` takes one more buffer on either side,
+    for what a bucket was before.
     """
     width, shards = engine_dtype(config).itemsize, shards_of(config.policy, ranks)
     sent = model.adapters if config.lora.engines_apply else model.shapes
@@ -224,7 +225,7 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     replayed = uncut if cut and config.sync.replay and way != "storage" else None
     plan = BucketPlan(parameters, config.sync.bucket_mib << 20, replayed)
     remote = placement(config).apart or way == "storage"  # the worker then has buffers of its own
-    return BUFFERS * plan.capacity * (2 if remote else 1)
+    return (BUFFERS + (cut and config.sync.delta)) * plan.capacity * (2 if remote else 1)
 
 
 def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:

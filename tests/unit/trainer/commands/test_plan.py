@@ -203,6 +203,8 @@ def test_syncs_without_shared_memory_have_buffers_on_both_sides(tiny_qwen2: Path
     )
     in_parts = staging_bytes(staged, sizes, 2, cut=True)
     assert staging_bytes(broadcast, sizes, 2, cut=True) == 2 * in_parts
+    delta = broadcast.model_copy(update={"sync": broadcast.sync.model_copy(update={"delta": True})})
+    assert staging_bytes(delta, sizes, 2, cut=True) == 3 * in_parts, "and a bucket as it was before"
     assert staging_bytes(storage, sizes, 2, cut=True) == 4 * 152_064 * 3584 * 2 > 2 * in_parts
 
 
