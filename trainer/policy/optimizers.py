@@ -18,6 +18,7 @@ from trainer.policy.muon import MuonAndAdamW
 from trainer.policy.optimizer import decay_groups, make_adamw
 
 _Parameters = Mapping[str, nn.Parameter]
+_OTHER = "name another optimizer"
 
 
 def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: PolicyConfig) -> torch.optim.Optimizer:
@@ -35,12 +36,16 @@ def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: 
                 split[path not in matrices].append(parameter)
             return MuonAndAdamW(*split, settings)
         optimizer = _make_custom(list(parameters.values()), settings)
+        if optimizer.state:
+            raise UserError(
+                f"policy.optimizer: {name} makes its state when it is built, not in its first step: {_OTHER}"
+            )
         _make_state(optimizer)
     except UserError:
         raise
     except Exception as error:  # the user's class may raise anything
-        kind = type(next(iter(parameters.values())).data).__name__
-        what = f"cannot step a {kind}" if optimizer else "refuses its arguments; correct policy.optimizer_options"
+        kinds = " or ".join(sorted({type(parameter.data).__name__ for parameter in parameters.values()}))
+        what = f"cannot step a {kinds}" if optimizer else "refuses its arguments; correct policy.optimizer_options"
         raise UserError(f"policy.optimizer: {name} {what} ({type(error).__name__}: {error})") from error
     _check_state(optimizer, name)
     return optimizer
@@ -88,12 +93,23 @@ def try_optimizer(settings: PolicyConfig, shards: int) -> None:
 
     `shards` is the number of ranks between which rows of weights are cut.
     """
+    try:
+        _try(settings, shards)
+    except UserError:
+        raise
+    except Exception as error:  # an optimizer may raise anything for options that it accepted
+        where = f"fails in a trial of three steps on the CPU ({type(error).__name__}: {error})"
+        remedy = f"correct policy.optimizer_options, or {_OTHER}"
+        raise UserError(f"policy.optimizer: {settings.optimizer} {where}: {remedy}") from error
+
+
+def _try(settings: PolicyConfig, shards: int) -> None:
     name, undisturbed = settings.optimizer, _trial(settings, range(3))
     resumed = _trial(settings, range(2, 3), _trial(settings, range(2)))
     equal = (torch.equal(tensor, undisturbed[key]) for key, tensor in resumed.items() if key in undisturbed)
     if resumed.keys() != undisturbed.keys() or not all(equal):
         why = "does not continue from the tensors in its state as if it had not stopped, which checkpoints need"
-        raise UserError(f"policy.optimizer: {name} {why}: name another")
+        raise UserError(f"policy.optimizer: {name} {why}: {_OTHER}")
     if shards > 1 and ":" in name:
         halves = [_trial(settings, range(3), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))]
         if not torch.equal(torch.cat(halves), undisturbed["matrix"]):

@@ -17,7 +17,7 @@ from trainer.estimates.model_sizes import ModelSizes, model_sizes, optimizer_byt
 from trainer.estimates.time import newton_schulz_flops
 from trainer.policy import FsdpPolicy, InPlacePolicy
 from trainer.policy.critic import Critic
-from trainer.policy.optimizers import try_optimizer
+from trainer.policy.optimizers import make_optimizer, try_optimizer
 
 MUON: dict[str, Any] = {"optimizer": "muon", "dtype": "float32", "lr": 1e-3}
 
@@ -115,6 +115,11 @@ def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(one_rank: 
         ("torch.optim:Adafactor", {}, r"keeps 'row_var', a tensor of shape \[6, 1\], for a weight of shape \[6, 4\]"),
         ("torch.optim:SparseAdam", {}, r"SparseAdam cannot step a Tensor \(RuntimeError"),
         ("torch.optim:Rprop", {"weight_decay": 0.1}, "policy.weight_decay is set, but torch.optim:Rprop takes no"),
+        ("torch.optim:Adagrad", {}, "torch.optim:Adagrad makes its state when it is built"),
+        ("muon", {"optimizer_options": {"ns_steps": 100}}, "muon fails in a trial .* on the CPU .ValueError"),
+        ("muon", {"optimizer_options": {"ns_steps": "5"}}, "muon fails in a trial .* on the CPU .TypeError"),
+        ("muon", {"optimizer_options": {"ns_coefficients": [1, 2]}}, "muon fails in .*: correct policy.optimizer_opt"),
+        ("muon", {"optimizer_options": {"eps": None}}, "muon fails in a trial .* on the CPU"),
         (f"{__name__}:Restless", {}, "Restless does not continue from the tensors in its state as if"),
         (f"{__name__}:Normed", {}, "Normed computes with whole matrices, of which each of 2 ranks has some rows"),
     ],
@@ -124,6 +129,11 @@ def test_an_optimizer_that_cannot_be_used_is_refused_before_a_run(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         try_optimizer(PolicyConfig(optimizer=name, **more), 2)
+
+
+def test_a_class_that_refuses_to_have_no_parameters_is_named() -> None:
+    with pytest.raises(UserError, match="SGD refuses its arguments.*empty"):
+        make_optimizer({}, (), PolicyConfig(optimizer="torch.optim:SGD"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "torch.optim:NAdam", "torch.optim:RMSprop", f"{__name__}:Normed"])
