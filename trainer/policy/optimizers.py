@@ -6,6 +6,7 @@ before the first update has the same names and sizes as afterwards.
 
 import inspect
 from collections.abc import Container, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -180,10 +181,22 @@ def _trial(
         set_steps(optimizer, steps.start)
     elif starts_without_state(settings):
         optimizer.state.clear()
+    before = _group_values(optimizer)
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 0.1
         for name, gradient in _trial_weights(1 + step, rows).items():
             weights[name].grad = gradient.detach()
         optimizer.step()
+    for group, earlier in zip(_group_values(optimizer), before, strict=True):
+        for key in group.keys() | earlier.keys():
+            if (key in group) != (key in earlier) or group[key] != earlier[key]:
+                what = f"changes {key!r} of its groups in a step, which no checkpoint has"
+                raise UserError(f"policy.optimizer: {settings.optimizer} {what}: {_OTHER}")
     return {**weights, **saved_state(optimizer, weights)}
+
+
+def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of what an optimizer's groups have besides parameters and the learning rate; tensors as lists."""
+    kept = [{key: value for key, value in g.items() if key not in ("params", "lr")} for g in optimizer.param_groups]
+    return [{k: v.tolist() if torch.is_tensor(v) else deepcopy(v) for k, v in group.items()} for group in kept]

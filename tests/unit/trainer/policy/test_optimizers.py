@@ -25,11 +25,24 @@ MUON: dict[str, Any] = {"optimizer": "muon", "dtype": "float32", "lr": 1e-3}
 class Restless(torch.optim.SGD):
     """Counts its steps beside its state."""
 
+    count = 0
+
     def step(self, closure: Any = None) -> Any:
         """Steps less and less far."""
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] /= self.count
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, and steps back after ten."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps as SGD, but for every tenth step."""
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
-            group["lr"] /= group["count"]
+            group["lr"] *= -1 if group["count"] % 10 == 0 else 1
         return super().step(closure)
 
 
@@ -120,6 +133,7 @@ def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(one_rank: 
         ("muon", {"optimizer_options": {"ns_steps": "5"}}, "muon fails in a trial .* on the CPU .TypeError"),
         ("muon", {"optimizer_options": {"ns_coefficients": [1, 2]}}, "muon fails in .*: correct policy.optimizer_opt"),
         ("muon", {"optimizer_options": {"eps": None}}, "muon fails in a trial .* on the CPU"),
+        (f"{__name__}:Counting", {}, "Counting changes 'count' of its groups in a step, which no checkpoint has"),
         (f"{__name__}:Restless", {}, "Restless does not continue from the tensors in its state as if"),
         (f"{__name__}:Normed", {}, "Normed computes with whole matrices, of which each of 2 ranks has some rows"),
     ],
