@@ -175,6 +175,9 @@ def _trial(
     """Small weights, and all that a checkpoint has of their state, after some steps from where `saved` was taken."""
     weights = _trial_weights(rows=rows)
     optimizer = make_optimizer(weights, ("hidden",), settings)
+    if not all(torch.equal(weights[name], weight) for name, weight in _trial_weights(rows=rows).items()):
+        what = "changes weights in a step without gradients at a learning rate of 0, which makes its state"
+        raise UserError(f"policy.optimizer: {settings.optimizer} {what}: {_OTHER}")
     if saved is not None:
         for name, tensor in {**weights, **saved_state(optimizer, weights)}.items():
             tensor.copy_(saved.get(name, tensor))

@@ -46,6 +46,17 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class Decaying(torch.optim.SGD):
+    """Decays weights by a share that does not fall with the learning rate."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Decays, then steps."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+        return super().step(closure)
+
+
 class Normed(torch.optim.SGD):
     """Divides gradients by the norm of their matrix."""
 
@@ -134,6 +145,7 @@ def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(one_rank: 
         ("muon", {"optimizer_options": {"ns_coefficients": [1, 2]}}, "muon fails in .*: correct policy.optimizer_opt"),
         ("muon", {"optimizer_options": {"eps": None}}, "muon fails in a trial .* on the CPU"),
         (f"{__name__}:Counting", {}, "Counting changes 'count' of its groups in a step, which no checkpoint has"),
+        (f"{__name__}:Decaying", {}, "Decaying changes weights in a step without gradients at a learning rate of 0"),
         (f"{__name__}:Restless", {}, "Restless does not continue from the tensors in its state as if"),
         (f"{__name__}:Normed", {}, "Normed computes with whole matrices, of which each of 2 ranks has some rows"),
     ],
