@@ -69,6 +69,9 @@ class Update:
         self._verify = self.settings.verify if self._repeatable else "off"
         self._capacity = 0
         self._last_sent = getattr(self._way, "last_sent", None)
+        if self._last_sent is not None and (self._verify == "off" or not hasattr(self.source, "own_values")):
+            self._last_sent.forget("digests did not compare all weights of the update before")
+            self._last_sent = None  # since nothing would prove a patch
         try:
             if not self._bring():
                 self._bring()

@@ -225,8 +225,7 @@ class CollectiveSender:
         """
         self.session = session
         self._timeout = settings.timeout
-        patches = settings.delta and settings.verify != "off" and getattr(source, "repeatable", True)
-        last_sent = LastSent("workers have joined or left" if session else "") if patches else None
+        last_sent = LastSent("workers have joined or left" if session else "") if settings.delta else None
         self._way = Broadcast(device, workers, settings.timeout, host, port, last_sent)
         self._way.listen()
         self._update = Update(source, self._way, settings, adapter)

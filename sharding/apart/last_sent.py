@@ -20,6 +20,8 @@ class LastSent:
 
     Attributes:
         spared: bytes that patches have saved in this update; 0: everything was sent.
+
+    What is sent outside of `begin` and `commit` is neither patched nor kept.
     """
 
     def __init__(self, reason: str = "") -> None:
@@ -32,11 +34,11 @@ class LastSent:
 
     def begin(self, parameters: list[SourceParameter], unrecorded: set[str] | None) -> None:
         """Prepares for an update; `unrecorded` are weights that some worker cannot read back, None: all."""
+        if unrecorded is None:
+            self.forget("a worker has no record yet of where its weights go")
         self.spared = 0
         self._sizes = {piece.name: piece.nbytes for parameter in parameters for piece in parameter.pieces}
         self._bytes = {name: kept for name, kept in self._bytes.items() if self._sizes.get(name) == kept.nbytes}
-        if unrecorded is None:
-            self.forget("a worker has no record yet of where its weights go")
         self._known = (self._known & self._bytes.keys()) - (unrecorded or set())
 
     def replace(self, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
@@ -45,7 +47,7 @@ class LastSent:
         `fields` are those of its message.
         """
         pieces = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
-        places = [*pieces, *fields["stretches"]]
+        places = [place for place in (*pieces, *fields["stretches"]) if place[0] in self._sizes]
         former = bucket.clone() if any(name in self._known for name, *_ in places) else None  # padding does not change
         for name, dtype, first, count, offset in places:
             width = getattr(torch, dtype).itemsize
@@ -63,11 +65,11 @@ class LastSent:
 
     def commit(self) -> str:
         """Notes that all workers hold what was sent; returns why it was all sent again, "" if it was not."""
-        self._known = set(self._bytes)
+        self._known, self._sizes = set(self._bytes), {}
         reason, self._reason = self._reason, ""
         return reason
 
     def forget(self, reason: str) -> None:
         """Has everything sent next; the first `reason` is told if anything was known."""
         self._reason = self._reason or (reason if self._known else "")
-        self._known = set()
+        self._known, self._sizes = set(), {}

@@ -41,7 +41,8 @@ class SyncSettings:
     `timeout`: of every wait for a worker, s.
     `replay`: workers record what vLLM's loaders do in the first update, and repeat it from then on
     (`sharding.worker.recording`).
-    `delta`: engines apart are sent what has changed since the last update, and all digests are compared.
+    `delta`: engines apart are sent what has changed since the last update, and all digests are compared. Everything is
+    sent if weights are not verified, or their source has no `own_values`.
     """
 
     verify: Verify = "sample"

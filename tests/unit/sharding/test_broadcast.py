@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.last_sent import LastSent
 from sharding.ranks import RemoteError
 from sharding.send.push import Link, SyncSettings
-from sharding.send.source import FsdpWeightSource
+from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import SourceParameter
 from sharding.worker import extension
@@ -229,3 +230,24 @@ def test_all_is_sent_after_an_update_that_broke_off_and_to_a_new_group(patched: 
     report = patched.send(6, count=4)
     assert (report.spared, report.resent) == (0, "workers have joined or left")
     assert patched.send(7, count=4).spared > 0
+
+
+@pytest.mark.parametrize("patched", [(1 << 20, "full")], indirect=True, ids=[""])
+@pytest.mark.parametrize("case", ["iterator", "no digests", "unverified"])
+def test_nothing_is_patched_in_an_update_that_digests_do_not_prove(patched: Apart, case: str) -> None:
+    sender, update = patched.sender, patched.sender._update
+    source, settings = update.source, update.settings
+    if case == "unverified":
+        update.settings = replace(settings, verify="off")
+    else:
+        sender.use(
+            Whole(patched.source)
+            if case == "no digests"
+            else StreamSource(sender.refit_info(), iter(patched.weights.items()))
+        )
+    assert patched.send(3, count=4).spared == 0
+    sender.use(source)
+    update.settings = settings
+    report = patched.send(4, count=4)
+    assert (report.spared, report.resent) == (0, "digests did not compare all weights of the update before")
+    assert patched.send(5, count=4).spared > 0
