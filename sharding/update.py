@@ -123,6 +123,7 @@ class Update:
         parameters, whole = self.parameters, self.needed_whole() if cuts or self._last_sent is not None else None
         if self._last_sent is not None:
             self._last_sent.begin(parameters, whole)
+            self.report.unpatched = self._last_sent.unpatched
             if whole:  # first, so that they share few buckets with weights that can be patched
                 parameters = sorted(parameters, key=lambda p: whole.isdisjoint(piece.name for piece in p.pieces))
         self.push(parameters, whole if cuts else None)

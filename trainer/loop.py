@@ -53,6 +53,7 @@ class RLTrainer:
         # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation; on rank 0 only.
         self.last_answers: list[dict[str, Any]] = []
         self.left_out: list[str] = []  # weights that the engines do not use
+        self.unpatched = ""  # the latest note about weights that always travel whole
         start = begin(config, watchdog, resources, self.doing)
         self.config = start.config
         self.screen = start.screen
@@ -189,6 +190,9 @@ class RLTrainer:
         self.state.syncs_verified += bool(report.verified)
         if report.resent:
             self.screen.note(f"all weights were sent, since {report.resent}")
+        if report.unpatched not in ("", self.unpatched):
+            self.unpatched = report.unpatched
+            self.screen.note(report.unpatched)
         if report.left_out != self.left_out:
             self.left_out = report.left_out
             weights = f"{len(self.left_out)} weight{'s' * (len(self.left_out) != 1)}"

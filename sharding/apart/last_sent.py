@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.wire.manifest import SourceParameter
+from sharding.wire.manifest import SourceParameter, first_names
 from sharding.wire.patches import patch_between
 
 
@@ -20,6 +20,7 @@ class LastSent:
 
     Attributes:
         spared: bytes that patches have saved in this update; 0: everything was sent.
+        unpatched: a sentence about the weights that always travel whole, "" if they are less than 1 % of the bytes.
 
     What is sent outside of `begin` and `commit` is neither patched nor kept.
     """
@@ -27,6 +28,8 @@ class LastSent:
     def __init__(self, reason: str = "") -> None:
         """`reason`: why there is nothing to patch, where workers have been sent weights before."""
         self.spared = 0
+        self.unpatched = ""
+        self._whole: set[str] = set()
         self._sizes: dict[str, int] = {}
         self._bytes: dict[str, Tensor] = {}
         self._known: set[str] = set()
@@ -37,9 +40,14 @@ class LastSent:
         if unrecorded is None:
             self.forget("a worker has no record yet of where its weights go")
         self.spared = 0
-        self._sizes = {piece.name: piece.nbytes for parameter in parameters for piece in parameter.pieces}
+        self._whole = self._whole if unrecorded is None else unrecorded
+        sizes = {piece.name: piece.nbytes for parameter in parameters for piece in parameter.pieces}
+        self._sizes = {name: nbytes for name, nbytes in sizes.items() if name not in self._whole}
+        percent = round(100 - 100 * sum(self._sizes.values()) / max(sum(sizes.values()), 1))
+        whole = first_names(sorted(sizes.keys() - self._sizes.keys()))
+        self.unpatched = f"{percent} % of the bytes cannot be patched, since engines re-process {whole}" * (percent > 0)
         self._bytes = {name: kept for name, kept in self._bytes.items() if self._sizes.get(name) == kept.nbytes}
-        self._known = (self._known & self._bytes.keys()) - (unrecorded or set())
+        self._known &= self._bytes.keys()
 
     def replace(self, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
         """Keeps a bucket, uint8 [nbytes]; returns the patch that leads to it, or None if it has to be sent whole.
@@ -47,17 +55,20 @@ class LastSent:
         `fields` are those of its message.
         """
         pieces = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
-        places = [place for place in (*pieces, *fields["stretches"]) if place[0] in self._sizes]
+        places = [*pieces, *fields["stretches"]]
         former = bucket.clone() if any(name in self._known for name, *_ in places) else None  # padding does not change
         for name, dtype, first, count, offset in places:
             width = getattr(torch, dtype).itemsize
+            memory = bucket[offset:][: count * width]
+            if former is not None and name not in self._known:  # all of it is sent
+                torch.bitwise_not(memory, out=former[offset:][: count * width])
+            if name not in self._sizes:
+                continue
             if name not in self._bytes:
                 self._bytes[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
-            kept, memory = self._bytes[name][first * width :][: count * width], bucket[offset:][: count * width]
+            kept = self._bytes[name][first * width :][: count * width]
             if former is not None and name in self._known:
                 former[offset:][: count * width] = kept
-            elif former is not None:  # all of it is sent
-                torch.bitwise_not(memory, out=former[offset:][: count * width])
             kept.copy_(memory)
         patch = None if former is None else patch_between(former, bucket)
         self.spared += 0 if patch is None else bucket.nbytes - patch.nbytes

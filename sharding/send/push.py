@@ -73,6 +73,7 @@ class SyncReport:
     `left_out`: weights that no worker of this engine has taken anything of, as it does at its start, on purpose.
     `offloaded`: bytes that the trainer put away for the generation shift.
     `spared`: bytes that were not sent, out of `nbytes`, since they had not changed.
+    `unpatched`: a sentence about the weights that patches cannot change, "" if they are few, or nothing is patched.
     `resent`: why everything was sent although patches would have done; "" if they did, or there were none.
     """
 
@@ -87,6 +88,7 @@ class SyncReport:
     left_out: list[str] = field(default_factory=list)
     offloaded: int = 0
     spared: int = 0
+    unpatched: str = ""
     resent: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -110,3 +110,20 @@ def test_a_bucket_of_which_nothing_is_known_is_neither_copied_nor_compared(monke
     sent.begin([weight], set())
     patch = sent.replace(bucket, {"pieces": [("a", "bfloat16", (1000,), 0)], "stretches": []})
     assert patch is not None and patch.nbytes == 8 and sent.spared == 2000 - 8
+
+
+def test_weights_that_engines_reprocess_are_neither_kept_nor_patched() -> None:
+    sent, bucket = LastSent(), torch.arange(250).view(torch.uint8)
+    weights = [SourceParameter(name, 1000, (Piece(name, "bfloat16", (500,), 0),), 1) for name in "ab"]
+    fields = {"pieces": [("a", "bfloat16", (500,), 0), ("b", "bfloat16", (500,), 1000)], "stretches": []}
+    for unrecorded in (None, {"b"}, None, {"b"}):
+        sent.begin(weights, unrecorded)
+        patch = sent.replace(bucket, fields)
+        sent.commit()
+    assert patch is None, "all words of `b` are half of the words, and take 4 bytes each"
+    assert sent.unpatched == "50 % of the bytes cannot be patched, since engines re-process b"
+    assert sent._bytes.keys() == {"a"}
+    sent.begin(weights, {"b"})
+    with Temporaries() as made:
+        assert sent.replace(bucket[1000:], {"pieces": [("b", "bfloat16", (500,), 0)], "stretches": []}) is None
+    assert made.largest_besides(bucket) == 0
