@@ -7,7 +7,7 @@
 
 Memory is the proportional set size (PSS), in which a page that several processes map is divided among them. `step.json`
 is from a run of two ranks on a model of 32M parameters (`scripts/make_tiny.py --hidden-size 512 --intermediate-size
-2048 --layers 8 --heads 8 --kv-heads 4`), with `sync.way: staged`; `arithmetic.json` is from `scripts/smoke.sh`.
+2048 --layers 8 --heads 8 --kv-heads 4`), with `sync.way: staged`.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.config.recipe import load_config
-from trainer.run.records import read_rows, series
+from trainer.run.records import read_rows
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 INTERVAL_S = 0.03
 KEPT = ("train/step", "reward/mean", "eval/accuracy", "gap/max", "entropy", "time/")
-INK, GRID, BLUE, ORANGE, GREEN, GREY = "#3b4252", "#e5e8ee", "#3b6fb6", "#e08a2b", "#3f9d6b", "#9a9fab"
+INK, GRID, BLUE, ORANGE, GREY = "#3b4252", "#e5e8ee", "#3b6fb6", "#e08a2b", "#9a9fab"
 PARTS = {"trainer": ["rank"], "engine": ["engine core", "engine worker"]}
 COLORS = {"trainer": ORANGE, "engine": BLUE}
 LABELS = {"trainer": "ranks: policy, optimizer, gradients", "engine": "engines: weights, KV cache"}
@@ -114,25 +114,6 @@ def read(name: str) -> dict[str, Any]:
     """Returns the saved record of a run."""
     record: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return record
-
-
-def curves() -> Figure:
-    """Draws reward, held-out accuracy and log-probability gap of the arithmetic run."""
-    rows = read("arithmetic")["steps"]
-    figure, axes = panels(1, 3, (10, 2.7))
-    for key, label, color in (("reward/mean", "training", BLUE), ("eval/accuracy", "held out", GREEN)):
-        axes[0].plot(*series(rows, key), color=color, label=label, marker="o" if key.startswith("eval") else None)
-    axes[0].set_title("share of right answers")
-    axes[0].legend(frameon=False, fontsize=9)
-    axes[1].plot(*series(rows, "entropy"), color=BLUE)
-    axes[1].set_title("entropy (nats per token)")
-    axes[2].plot(*series(rows, "gap/max"), color=BLUE)
-    axes[2].set_yscale("log")
-    axes[2].set_ylim(1e-7, 1e-2)
-    axes[2].set_title("largest gap, trainer to engine (nats)")
-    for one in axes:
-        one.set_xlabel("step", fontsize=9)
-    return figure
 
 
 def memory() -> Figure:
@@ -244,7 +225,7 @@ def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, 
     return figure, axes
 
 
-PICTURES = {"curves": curves, "step": step, "memory": memory, "processes": processes}
+PICTURES = {"step": step, "memory": memory, "processes": processes}
 
 
 def draw(folder: Path) -> None:

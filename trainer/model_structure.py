@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 from generation.engine.settings import head_widths
 from sharding.send.source import whole_shape
-from trainer.config.model_file import EXPERT_KEYS
 from trainer.errors import UserError
 
 
@@ -62,19 +61,10 @@ def image_token(model: PreTrainedModel, patches: float) -> float:
 def hidden_matrices(model: PreTrainedModel) -> set[str]:
     """Returns the names of the weights [rows, columns] of linear layers, and of adapters, below the model's heads.
 
-    Embeddings, routers, heads, and experts in one tensor [experts, rows, columns] are not among them. A router is known
-    by its name and its rows, one for each expert: keys and values can have as many. A gate with one row is left out.
+    Embeddings, routers, heads, and experts in one tensor [experts, rows, columns] are not among them.
     """
     layers = {module for module in model.base_model.modules() if isinstance(module, nn.Linear | Conv1D)}
-    config = model.config.get_text_config()
-    experts = {getattr(config, key, None) for key in EXPERT_KEYS}
-
-    def is_gate(name: str, rows: int) -> bool:
-        routes = rows in experts and not {"router", "gate"}.isdisjoint(name.split("."))
-        return routes or (rows == 1 and ".lora_" not in name)
-
-    linear = ((name, module) for name, module in model.named_modules() if module in layers)
-    return {f"{name}.weight" for name, module in linear if not is_gate(name, whole_shape(module.weight)[0])}
+    return {f"{name}.weight" for name, module in model.named_modules() if module in layers}
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,13 @@ run offload_all 2 --sync.way staged --policy.offload all
 run host 1 --policy.update_on host
 run host_ranks 2 --policy.update_on host
 run host_zero_copy 1 --sync.way zero_copy --policy.update_on host
+run muon 2 --policy.optimizer muon
 for stage in 1 2 3; do run zero$stage 2 --policy.backend deepspeed --policy.zero_stage $stage; done
 limit=0.15 run lora 1 --lora.rank 8 --policy.dtype bfloat16 --batch.prompts_per_step 2 --algorithm.group_size 2
 run lora_merged 2 --lora.rank 8 --lora.sync merged
 run sequence_parallel 2 --policy.sequence_parallel 2
 run apart 2 --engine.placement ranks
+run delta 2 --engine.placement ranks --sync.delta true
 run ray 2 --engine.placement ray
 run tensor_parallel 2 --engine.tensor_parallel_size 2
 limit=0.15 run bfloat16 1 --policy.dtype bfloat16

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
 TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -74,7 +80,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text_settings(
-    tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, kv_heads: int, tied: bool
+    tokenizer: PreTrainedTokenizerBase, hidden_size: int, layers: int, heads: int, kv_heads: int, tied: bool
 ) -> dict[str, Any]:
     """The settings that the language models of all architectures have."""
     return {
@@ -91,7 +97,7 @@ def text_settings(
     }
 
 
-def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """The ids of special tokens, under the names that a model's configurations give them."""
     return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
@@ -125,6 +131,7 @@ def make_tiny_model(
     folder: Path | str,
     *,
     architecture: str = "qwen2",
+    tokenizer: PreTrainedTokenizerBase | None = None,
     tied: bool = True,
     hidden_size: int = 128,
     intermediate_size: int = 512,
@@ -137,14 +144,14 @@ def make_tiny_model(
 ) -> Path:
     """Writes model, tokenizer and generation config to `folder`, and returns the folder.
 
-    The defaults make 1.02 M parameters. vocab_size may exceed the tokenizer's 270 tokens, as in released models; an
-    untrained model then samples ids that the tokenizer does not have.
+    The defaults make 1.02 M parameters. `tokenizer` stands for the one with a token per byte. vocab_size may exceed the
+    tokenizer's tokens, as in released models; an untrained model then samples ids that the tokenizer does not have.
 
     Raises:
         ValueError: vocab_size is smaller than the tokenizer; or `tied` for an architecture that vLLM never ties.
     """
     folder = Path(folder)
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens")
     if tied and architecture == "deepseek_v2":
