@@ -296,7 +296,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def unsharded(tensor: DTensor) -> torch.Tensor:
     """Gather all of a DTensor on its mesh's device, whose collectives cannot read shards in host memory."""
-    on_device: Any = tensor.to(tensor.device_mesh.device_type)
+    on_device: Any = tensor.detach().to(tensor.device_mesh.device_type)
     if (group := shard_group(tensor)) is None:
         whole: torch.Tensor = on_device.full_tensor()
         return whole
