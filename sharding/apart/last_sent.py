@@ -1,4 +1,4 @@
-"""What engines apart hold, as rank 0 has sent it last, so that only what has changed has to travel (`sync.delta`).
+"""A record of the weights that engines apart hold, from which rank 0 sends only what has changed (`sync.delta`).
 
 Rank 0 keeps a copy of all weights in the engine's dtype in host memory. Digests of blocks would need hardly any, but
 could name only blocks, all of which change (`sharding.wire.patches`). A worker keeps no copy: it reads the former

@@ -69,10 +69,10 @@ def _split(patch: Tensor, start: int, total: int) -> tuple[Tensor, Tensor]:
 
 def _counts(changed: Tensor) -> Tensor:
     """Returns how many of the words, bool [n], are true in each block: int32 [blocks]."""
-    whole = len(changed) >> _BLOCK_BITS << _BLOCK_BITS
-    counts = changed[:whole].view(-1, 1 << _BLOCK_BITS).sum(1, dtype=torch.int32)
-    last = changed[whole:].sum(dtype=torch.int32).view(1)
-    return counts if whole == len(changed) else torch.cat([counts, last])
+    end = len(changed) >> _BLOCK_BITS << _BLOCK_BITS  # of the last complete block
+    counts = changed[:end].view(-1, 1 << _BLOCK_BITS).sum(1, dtype=torch.int32)
+    last = changed[end:].sum(dtype=torch.int32).view(1)
+    return counts if end == len(changed) else torch.cat([counts, last])
 
 
 def _slices(words: Tensor) -> Iterator[tuple[slice, slice]]:

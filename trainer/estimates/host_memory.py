@@ -36,8 +36,8 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
             training += engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
         if policy.offload_activations:
             unmoved = policy.model_copy(update={"offload_activations": False})
-            staying, whole = (activation_bytes(config, keys, model, ranks)[1] for keys in (policy, unmoved))
-            training += whole - staying
+            staying, total = (activation_bytes(config, keys, model, ranks)[1] for keys in (policy, unmoved))
+            training += total - staying
     return MemoryPart("host memory", generating, training, "of each rank, in place of its device's")
 
 
