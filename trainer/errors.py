@@ -37,6 +37,12 @@ def shortened(text: str, limit: int) -> str:
     return text[:head] + _GAP + text[head + len(_GAP) - limit :]
 
 
+def one_line(error: BaseException) -> str:
+    """Return the first 300 characters of an error's text on one line, or its type's name if it has none."""
+    text = str(error) or type(error).__name__
+    return " ".join(text.split())[:300]
+
+
 class Interrupted(KeyboardInterrupt):
     """A SIGINT or SIGTERM, raised in the main thread. `exit_code` is 128 + the signal's number."""
 

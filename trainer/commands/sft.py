@@ -26,6 +26,7 @@ from trainer.build import joined
 from trainer.checks import check_model
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import (
+    RenderedRow,
     encoded_images,
     in_chunks,
     load_rows,
@@ -245,12 +246,34 @@ def cross_entropy(tokens: int) -> LossFn:
 def load_transcripts(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutConfig | None = None
 ) -> Transcripts:
-    """Loads the training rows, or those of `held_out`, as samples.
+    """Load the training rows, or those of `held_out`, as samples.
 
     Rows with more than data.max_prompt_tokens + sft.max_tokens tokens are dropped and counted. Raises UserError naming
     a row that is not valid, or if no row is left.
     """
-    # The prompts of the warm start describe the recipe's tools, too.
+    samples = []
+    dropped = 0
+    for row in transcript_rows(config, tokenizer, held_out):
+        if row.dropped:
+            dropped += 1
+        else:
+            samples.append(_transcript(row))
+    if not samples:
+        path = config.data.path if held_out is None else held_out.path
+        limit = config.data.max_prompt_tokens + config.sft.max_tokens
+        raise UserError(f"every row of {path} has over {limit} tokens or no assistant turn: raise sft.max_tokens")
+    return Transcripts(samples, dropped)
+
+
+def transcript_rows(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutConfig | None = None
+) -> Iterator[RenderedRow]:
+    """Yield each row of the training data, or of `held_out`, as a warm start sees it, in the file's order.
+
+    Rows that are too long or have no assistant turn are among them, as dropped; those without one have no `token_ids`.
+    The prompts describe the recipe's tools, as those of a run do. Raises UserError that names the file, and the row, if
+    data cannot be read or a row cannot be used.
+    """
     level = RolloutLevel(config, tokenizer)
     data, rules = level.data, level.image_rules
     if held_out is not None:
@@ -258,26 +281,66 @@ def load_transcripts(
         data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}) | keys)
     config = config.model_copy(update={"data": data})
     rows = load_rows(data.path, data.subset, data.split, None if held_out is None else held_out.size)
-    limit = config.data.max_prompt_tokens + config.sft.max_tokens
-    templated = config.data.apply_chat_template and tokenizer.chat_template is not None
-    samples: list[Transcript] = []
+    templated = data.apply_chat_template and tokenizer.chat_template is not None
     if rules is None:
-        for chunk in in_chunks(rows, config.data.path, lambda row: split_by_author(row, config, tokenizer, templated)):
-            samples += encode([pieces for _, _, pieces in chunk], tokenizer, templated)
+        rendered = _rows_without_images(rows, config, tokenizer, templated)
     else:
-        samples += _rows_with_images(encoded_images(rows), config, rules, templated)
-    kept = [sample for sample in samples if len(sample.input_ids) <= limit and sample.trainable]
-    if not kept:
-        raise UserError(f"every row of {data.path} has over {limit} tokens or no assistant turn: raise sft.max_tokens")
-    return Transcripts(kept, dropped=len(rows) - len(kept))
+        rendered = _rows_with_images(encoded_images(rows), config, rules, templated)
+    for row in rendered:
+        dropped = ""
+        if not any(row.learned[1:]):
+            dropped = "has no assistant turn"
+        elif len(row.token_ids) > data.max_prompt_tokens + config.sft.max_tokens:
+            dropped = "is longer than data.max_prompt_tokens and sft.max_tokens together"
+        yield replace(row, dropped=dropped)
 
 
-def _rows_with_images(rows: "Dataset", config: TrainConfig, rules: ImageRules, templated: bool) -> Iterator[Transcript]:
-    """Yields samples of rows that may have images; each image is decoded once here, and not kept."""
+def _rows_without_images(
+    rows: "Dataset", config: TrainConfig, tokenizer: PreTrainedTokenizerBase, templated: bool
+) -> Iterator[RenderedRow]:
+    """Yield rows that have no images, tokenised a chunk at a time."""
+    for chunk in in_chunks(rows, config.data.path, lambda row: split_by_author(row, config, tokenizer, templated)):
+        samples = encode([pieces for _, _, pieces in chunk], tokenizer, templated)
+        for index, row, pieces in chunk:
+            sample = next(samples) if pieces else None
+            yield _rendered(index, row, pieces, sample, config, templated)
+
+
+def _rendered(
+    index: int, row: dict[str, Any], pieces: Pieces, sample: Transcript | None, config: TrainConfig, templated: bool
+) -> RenderedRow:
+    rendered = RenderedRow(
+        index,
+        row,
+        messages=_messages(row, config) if templated else None,
+        tools=config.data.chat_template_kwargs.get("tools") or [],
+        text="".join(text for text, _ in pieces),
+        token_ids=(),
+    )
+    if sample is None:
+        return rendered
+    return replace(
+        rendered,
+        token_ids=tuple(sample.input_ids),
+        learned=tuple(sample.loss_mask),
+        images=sample.stored,
+        image_spans=sample.image_spans,
+    )
+
+
+def _transcript(row: RenderedRow) -> Transcript:
+    ids = list(row.token_ids)
+    return Transcript(ids, list(row.learned), [0.0] * len(ids), image_spans=row.image_spans, stored=row.images)
+
+
+def _rows_with_images(
+    rows: "Dataset", config: TrainConfig, rules: ImageRules, templated: bool
+) -> Iterator[RenderedRow]:
+    """Yield rows that may have images; each image is decoded once here, and not kept."""
     data = config.data
 
     def sources(row: dict[str, Any]) -> list[Any]:
-        """The images up to the last assistant turn; nothing is learned from later ones."""
+        """Return the images up to the last assistant turn; nothing is learned from later ones."""
         if not templated:
             return row_images(row, data, data.path)
         messages, images = messages_and_images(_messages(row, config), row, data, data.path)
@@ -286,15 +349,19 @@ def _rows_with_images(rows: "Dataset", config: TrainConfig, rules: ImageRules, t
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return images[: sum(part["type"] == "image" for part in parts)]
 
-    def read(row: dict[str, Any]) -> tuple[Transcript, tuple[Image, ...]] | None:
+    def read(row: dict[str, Any]) -> tuple[Pieces, Transcript | None, tuple[Image, ...]]:
         pieces = split_by_author(row, config, rules.processor, templated)
+        if not pieces:
+            return [], None, ()
         images = rules.read(sources(row))
-        return (_encode_with_images(pieces, images, rules.processor, templated), images) if pieces else None
+        return pieces, _encode_with_images(pieces, images, rules.processor, templated), images
 
     for chunk in in_chunks(rows, data.path, read):
-        for index, (sample, images) in ((index, pair) for index, _, pair in chunk if pair is not None):
-            stored = stored_images(rows, index, data.path, sources, images, rules)
-            yield replace(sample, stored=stored[: len(sample.image_spans)])
+        for index, row, (pieces, sample, images) in chunk:
+            if sample is not None:
+                stored = stored_images(rows, index, data.path, sources, images, rules)
+                sample.stored = stored[: len(sample.image_spans)]
+            yield _rendered(index, row, pieces, sample, config, templated)
 
 
 def _encode_with_images(

@@ -361,7 +361,7 @@ def test_a_plan_is_shown_without_loading_weights_or_data(
         raise AssertionError("loaded")
 
     monkeypatch.setattr("trainer.policy.hf_format.load_sharded", refuse)
-    monkeypatch.setattr("trainer.data.load_rows", refuse)
+    monkeypatch.setattr("trainer.data.prompts.load_rows", refuse)
     assert main(["plan", str(written), "--ranks", "4", "--device-gib", "80.5"]) == 0
     output = capsys.readouterr().out
     assert "4, on cpu" in output and "12 prompts x 4 = 48" in output and "times 4, of 80.5 GiB" in output

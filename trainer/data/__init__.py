@@ -1,0 +1,39 @@
+"""Rows of data: files of them, what the model is shown of each, and the order of prompts in training."""
+
+from trainer.data.files import load_rows
+from trainer.data.images import encoded_images, image_rules, messages_and_images, row_images, stored_images
+from trainer.data.prompts import (
+    Prompt,
+    PromptDataset,
+    columns_read,
+    epoch_order,
+    load_held_out,
+    load_prompts,
+    load_tokenizer,
+    prompt_rows,
+    take,
+)
+from trainer.data.rows import RenderedRow, column_value, in_chunks, prompt_content, prompt_messages
+
+__all__ = [
+    "Prompt",
+    "PromptDataset",
+    "RenderedRow",
+    "column_value",
+    "columns_read",
+    "encoded_images",
+    "epoch_order",
+    "image_rules",
+    "in_chunks",
+    "load_held_out",
+    "load_prompts",
+    "load_rows",
+    "load_tokenizer",
+    "messages_and_images",
+    "prompt_content",
+    "prompt_messages",
+    "prompt_rows",
+    "row_images",
+    "stored_images",
+    "take",
+]

@@ -1,0 +1,237 @@
+"""Tokenised prompts, whose order in training is a pure function of seed, epoch and index."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from generation.images import Image, ImageRules, Spans, StoredImage
+from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
+from trainer.data.files import load_rows
+from trainer.data.images import encoded_images, messages_and_images, row_images, stored_images
+from trainer.data.rows import NO_TEMPLATE, RenderedRow, column_value, in_chunks, prompt_content, prompt_messages
+from trainer.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenised prompt."""
+
+    id: int  # row index in the dataset; dropped rows count
+    token_ids: tuple[int, ...]  # with the chat template, if any, and its generation prompt
+    row: dict[str, Any]  # the entire row without its images; `row["answer"]` is the column data.answer_key names
+    images: tuple[StoredImage, ...] = ()
+    image_spans: Spans = ()
+
+
+class PromptDataset(list[Prompt]):
+    """The prompts that are not too long, and the endless sequence in which training takes them."""
+
+    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
+        super().__init__(prompts)
+        self.dropped = dropped  # number of prompts that were too long
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in prompts:
+            parts = [prompt.id, prompt.token_ids, prompt.row, *(image.digest for image in prompt.images)]
+            line = json.dumps(parts, sort_keys=True, default=repr)
+            digest.update(line.encode())
+        self.fingerprint = digest.hexdigest()  # a position is only valid in data with an equal fingerprint
+
+    def take(self, position: int, count: int, seed: int) -> list[Prompt]:
+        """Return the `count` prompts from `position` on in training's sequence; see the function `take`."""
+        return take(self, position, count, seed)
+
+
+def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
+    """Return `count` items from `position` on in an endless sequence, in which each epoch is a permutation of `items`.
+
+    There is no state between calls, so a run that resumes needs only its position. A batch may span epochs.
+    """
+    places = (divmod(place, len(items)) for place in range(position, position + count))
+    return [items[epoch_order(seed, epoch, len(items))[index]] for epoch, index in places]
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
+    """Return a permutation of range(length) that depends on the arguments only, not even on NumPy's version.
+
+    It uses the raw output of Philox, which NumPy promises never to change, unlike the result of `permutation`.
+    """
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
+    draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(length)
+    return tuple(np.argsort(draws, kind="stable").tolist())
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """Load the model's tokenizer, or the one that model.tokenizer names. Raises UserError naming the path."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # Transformers reads the user's files as they come
+        raise UserError(f"no tokenizer can be loaded from {path}: {one_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # harmless, since masks depend on positions, not on ids
+    return tokenizer
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
+) -> PromptDataset:
+    """Load the prompts to train on. Prompts longer than data.max_prompt_tokens are dropped and counted.
+
+    Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or leave no prompts.
+    """
+    return _usable(prompt_rows(config, tokenizer, images), config.path, config.max_prompt_tokens)
+
+
+def load_held_out(
+    dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
+) -> PromptDataset:
+    """Load the prompts of a dataset to evaluate on, with its columns renamed to those of the training data, `config`.
+
+    Raises UserError as `load_prompts`.
+    """
+    rows = prompt_rows(config, tokenizer, images, held_out=dataset)
+    return _usable(rows, dataset.path, config.max_prompt_tokens)
+
+
+def _usable(rendered: Iterable[RenderedRow], path: str, most: int) -> PromptDataset:
+    """Return the prompts that are not dropped. Raises UserError if all are."""
+    prompts = []
+    dropped = 0
+    for row in rendered:
+        if row.dropped:
+            dropped += 1
+        else:
+            prompts.append(Prompt(row.index, row.token_ids, row.row, row.images, row.image_spans))
+    if not prompts:
+        raise UserError(f"all {dropped} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
+    return PromptDataset(prompts, dropped)
+
+
+def prompt_rows(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    images: ImageRules | None = None,
+    *,
+    held_out: HeldOutConfig | None = None,
+) -> Iterator[RenderedRow]:
+    """Yield each row of the training data, or of a dataset to evaluate on, as the model sees it, in the file's order.
+
+    Rows that are too long are among them, as dropped. Nothing is kept between rows, so a caller may stop early. The
+    tools of the recipe are in `config.chat_template_kwargs`, where `RolloutLevel.data` has put them.
+
+    Raises UserError that names the file, and the row, if data cannot be read or a row cannot be used.
+    """
+    if held_out is None:
+        rows = load_rows(config.path, config.subset, config.split)
+    else:
+        rows = load_rows(held_out.path, held_out.subset, held_out.split, held_out.size)
+        rows = _with_columns_of_training(rows, held_out, config)
+        keys = held_out.model_dump(include={"path", "answer_key", "image_key"}, exclude_none=True)
+        config = config.model_copy(update=keys)
+    _check_columns(rows, config)
+    rendered = _rendered(rows, config, tokenizer) if images is None else _with_images(rows, config, images)
+    for row in rendered:
+        if len(row.token_ids) > config.max_prompt_tokens:
+            row = replace(row, dropped="is longer than data.max_prompt_tokens")
+        yield row
+
+
+def columns_read(config: DataConfig) -> list[str]:
+    """Return the columns from which prompts are made, whether the data have them or not; rewards may read others."""
+    keys = [config.prompt_key, config.messages_key, config.answer_key, config.image_key]
+    return [key for key in keys if key is not None]
+
+
+def _with_columns_of_training(rows: "Dataset", dataset: HeldOutConfig, config: DataConfig) -> "Dataset":
+    """Return the rows with the prompts in the column of the training data, where rollouts look for them."""
+    if dataset.prompt_key in (None, config.prompt_key):
+        return rows
+    if dataset.prompt_key not in rows.column_names:
+        there = f"{dataset.path} has only the columns {', '.join(rows.column_names)}"
+        raise UserError(f"prompt_key = {dataset.prompt_key!r} of eval.datasets is not a column: {there}")
+    others = [name for name in rows.column_names if name != config.prompt_key]
+    return rows.select_columns(others).rename_column(dataset.prompt_key, config.prompt_key)
+
+
+def _check_columns(rows: "Dataset", config: DataConfig) -> None:
+    """Raise UserError if the rows lack a column that the recipe names."""
+    there = f"{config.path} has only the columns {', '.join(rows.column_names)}"
+    if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
+        keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
+        raise UserError(f"neither {keys} is a column: {there}")
+    if config.answer_key is not None and column_value(rows.features, config.answer_key) is None:
+        key = f"data.answer_key = {config.answer_key!r}"
+        raise UserError(f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer")
+    if config.image_key is not None and config.image_key not in rows.column_names:
+        raise UserError(f"data.image_key = {config.image_key!r} is not a column: {there}")
+
+
+def _rendered(rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[RenderedRow]:
+    """Yield rows without images, in the order of the rows, including those that are too long."""
+    templated = config.apply_chat_template and tokenizer.chat_template is not None
+    settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
+    if config.system_prompt is not None and not templated:
+        raise UserError(f"data.system_prompt needs a chat template: {NO_TEMPLATE}")
+
+    def render(row: dict[str, Any]) -> tuple[list[dict[str, Any]] | None, str]:
+        if not templated:
+            return None, str(prompt_content(row, config, templated))
+        messages = prompt_messages(row, config)
+        try:
+            return messages, str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+        except Exception as error:  # a template is a program
+            raise ValueError(f"does not suit the chat template: {one_line(error)}") from error
+
+    tools = config.chat_template_kwargs.get("tools") or []
+    for chunk in in_chunks(rows, config.path, render):
+        texts = [text for _, _, (_, text) in chunk]
+        # A chat template writes special tokens itself; for plain text the tokenizer adds them.
+        encoded = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
+        for (index, row, (messages, text)), token_ids in zip(chunk, encoded, strict=True):
+            if config.answer_key is not None:
+                row["answer"] = column_value(row, config.answer_key)
+            yield RenderedRow(index, row, messages, tools, text, tuple(token_ids))
+
+
+def _with_images(rows: "Dataset", config: DataConfig, rules: ImageRules) -> Iterator[RenderedRow]:
+    """Yield rows that may have images, as `_rendered`. Decoded images are not kept."""
+    rows = encoded_images(rows)
+    path = config.path
+    tools = config.chat_template_kwargs.get("tools") or []
+    templated = config.apply_chat_template and rules.processor.tokenizer.chat_template is not None
+
+    def parts(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+        if not templated:
+            return prompt_content(row, config, templated), row_images(row, config, path)
+        return messages_and_images(prompt_messages(row, config), row, config, path)
+
+    def read(row: dict[str, Any]) -> tuple[Any, str, tuple[Image, ...], list[int], Spans]:
+        content, sources = parts(row)
+        images = rules.read(sources)
+        text = rules.processor.render(content, **config.chat_template_kwargs) if templated else content
+        return content, text, images, *rules.processor.expand(text, images, special=not templated)
+
+    for chunk in in_chunks(rows, path, read):
+        for index, row, (content, text, images, ids, spans) in chunk:
+            stored = stored_images(rows, index, path, lambda row: parts(row)[1], images, rules)
+            plain = {name: value for name, value in row.items() if name != config.image_key}
+            if templated and not isinstance(prompt_content(row, config, templated), str):
+                plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = content
+            if config.answer_key is not None:
+                plain["answer"] = column_value(row, config.answer_key)
+            messages = content if templated else None
+            yield RenderedRow(index, plain, messages, tools, text, tuple(ids), stored, spans)
