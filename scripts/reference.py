@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the reference pages of docs/ from the code: configuration.md, command-line.md and python.md.
+"""Write the reference pages of docs/ from the code: configuration.md, command-line.md, python.md, a table of migration.md.
 
 .venv/bin/python scripts/reference.py            # writes them
 .venv/bin/python scripts/reference.py --check    # writes nothing; fails if one of them is not current
@@ -29,9 +29,11 @@ import trainer
 from trainer.cli import describe_keys, parse, value_meanings
 from trainer.config.recipe import known_keys
 from trainer.config.schema import TrainConfig
+from trainer.config.suggestions import TABLE as OTHER_TRAINERS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WIDTH = 100
+TABLE_NOTE = "<!-- Written by scripts/reference.py: change trainer/config/other_trainers.md, then run it again. -->"
 NOTE = "<!-- Written by scripts/reference.py: change the code, then run it again. -->\n"
 FORMULAS = ("trainer.algorithms.advantages", "trainer.algorithms.losses", "trainer.algorithms.kl")
 FIELDS = dict(known_keys())
@@ -289,7 +291,20 @@ def plain(text: str) -> str:
     return re.sub(r"(: |-> )'(\w[\w.]*)'", r"\1\2", text).replace("~T", "T")
 
 
-PAGES = {"configuration.md": configuration, "command-line.md": command_line, "python.md": python}
+def migration() -> str:
+    """Return the page for people from other trainers, which is written by hand except for the table of keys."""
+    page = (DOCS / "migration.md").read_text()
+    beginning, _, rest = page.partition(TABLE_NOTE)
+    _, _, end = rest.partition("\n\n")
+    return f"{beginning}{TABLE_NOTE}\n{OTHER_TRAINERS.read_text().rstrip()}\n\n{end}"
+
+
+PAGES = {
+    "configuration.md": configuration,
+    "command-line.md": command_line,
+    "python.md": python,
+    "migration.md": migration,
+}
 
 
 def stale_pages() -> list[str]:

@@ -31,7 +31,8 @@ from trainer.config.model_file import needs_torchvision
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
-from trainer.errors import UserError
+from trainer.config.suggestions import closest, suggestion
+from trainer.errors import UserError, quoted
 from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
@@ -98,10 +99,20 @@ def _dispatch(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses a command and its arguments; `overrides` holds the overridden keys of a recipe. Raises UserError."""
     argv, overrides = split_overrides(argv)
+    _check_command(argv)
     arguments = _parser(next(iter(argv), "")).parse_args(argv, argparse.Namespace(overrides=overrides))
     if overrides and not hasattr(arguments, "recipe"):
         raise UserError(f"hotbunk {arguments.command} takes no recipe, so --{overrides[0]} has nothing to override")
     return arguments
+
+
+def _check_command(argv: Sequence[str]) -> None:
+    """Raise UserError if the first word is neither a command nor an option."""
+    commands = ["train", "sft", *_commands()]
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        meant = closest(argv[0], commands)
+        hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(commands)}"
+        raise UserError(f"{quoted(argv[0])} is not a command of hotbunk; {hint}")
 
 
 def training_config(arguments: argparse.Namespace) -> TrainConfig:
@@ -231,7 +242,9 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises UserError, with one sentence, instead of exiting."""
 
     def error(self, message: str) -> Any:
-        raise UserError(f"{message}; see {self.prog} --help")
+        option = re.search(r"unrecognized arguments: --([\w-]+)", message)
+        hint = suggestion(option[1].replace("-", "_"), [key for key, _ in known_keys()]) if option else ""
+        raise UserError(message + (hint or f"; see {self.prog} --help"))
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

@@ -1,6 +1,5 @@
 """Reading of a recipe's file and overrides into a `TrainConfig`, or into a sentence about each key that is wrong."""
 
-import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from trainer.config.accelerate import policy_keys
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
 from trainer.config.section import KeyPath, replaced
+from trainer.config.suggestions import counterparts, suggestion
 from trainer.errors import UserError, quoted
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -130,7 +130,14 @@ def sentences(error: ValidationError, values: Any, public: Any = None) -> list[s
         with suppress(LookupError, TypeError):  # the path does not exist
             details["input"] = details["input"] if public is None else reduce(getitem, path, public)
         grouped.setdefault(path, []).append(details)
-    return [_sentence(".".join(map(str, path)) or "it", errors) for path, errors in grouped.items()]
+    written: list[str] = []
+    for path, errors in grouped.items():
+        key = ".".join(map(str, path)) or "it"
+        if errors[0]["type"] == "extra_forbidden":
+            written += [_unknown(inner, value) for inner, value in _unknown_keys(key, errors[0]["input"])]
+        else:
+            written.append(_sentence(key, errors))
+    return written
 
 
 def to_yaml(config: TrainConfig, mask: bool = False) -> str:
@@ -192,17 +199,6 @@ def _path(error: ErrorDetails, values: Any) -> KeyPath:
 def _sentence(key: str, errors: list[ErrorDetails]) -> str:
     """The sentence about one key; each member of a union may have an error of its own."""
     error = errors[0]
-    if error["type"] == "extra_forbidden" and key in RENAMED:
-        (new, values), value = RENAMED[key], error["input"]
-        words = json.dumps(value, default=str)
-        if isinstance(value, bool | int):
-            words = str(values.get(value, values.get(type(value), words))).format(words)
-        return f"{key} is now {new}: write {new}: {words}"
-    if error["type"] == "extra_forbidden" and key in TRUNCATING:
-        why = "when sampling is truncated the engine's probabilities are not the policy's"
-        return f"{key} is {quoted(error['input'])}, but {why}: leave it out"
-    if error["type"] == "extra_forbidden":
-        return f"{key} is not a known key{_nearest(key)}"
     if error["type"] == "missing":
         return f"{key} is missing: set it in the recipe or by --{key}"
     if error["type"] == "string_pattern_mismatch":
@@ -218,16 +214,34 @@ def _wanted(error: ErrorDetails) -> str:
     return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys", reason)
 
 
-def _nearest(key: str) -> str:
-    """A hint that names the key closest to an unknown one: by its name in any section, else by the whole path."""
-    key = re.sub(r"\.\d+\.", ".N.", re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key))
-    keys = [name for name, _ in known_keys()]
-    leaves: dict[str, list[str]] = {}
-    for name in keys:
-        leaves.setdefault(name.rpartition(".")[2], []).append(name)
-    leaf = key.rpartition(".")[2]
-    initials = "".join(word[:1] for word in leaf.split("_"))  # learning_rate is lr
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7) or [initials] * (initials in leaves)
-    candidates = leaves[close[0]] if close else keys
-    best = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if close else 0.6)
-    return f"; did you mean {best[0]}?" if best else "; see --help for all of them"
+def _unknown_keys(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an unknown key with its value; for a section of another trainer the keys inside it."""
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, dict) and key not in counterparts():
+        for name, inner in value.items():
+            inside += _unknown_keys(f"{key}.{name}", inner)
+    if any(name in counterparts() for name, _ in inside):
+        yield from inside
+    else:
+        yield key, value
+
+
+def _unknown(key: str, value: Any) -> str:
+    """Return the sentence about a key that does not exist, or not any more."""
+    if key in RENAMED:
+        new, values = RENAMED[key]
+        words = json.dumps(value, default=str)
+        if isinstance(value, bool | int):
+            words = str(values.get(value, values.get(type(value), words))).format(words)
+        return f"{key} is now {new}: write {new}: {words}"
+    if key in TRUNCATING:
+        why = "when sampling is truncated the engine's probabilities are not the policy's"
+        return f"{key} is {quoted(value)}, but {why}: leave it out"
+    return f"{key} is not a known key{_hint(key) or '; see --help for all of them'}"
+
+
+def _hint(key: str) -> str:
+    """Return the end of the sentence about an unknown key, which names the key that was probably meant, or ""."""
+    general = re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key)
+    general = re.sub(r"\.\d+\.", ".N.", general)
+    return suggestion(general, [name for name, _ in known_keys()])

@@ -120,7 +120,7 @@ def test_overrides_are_distinguished_from_options() -> None:
         ("policy.schedul=linear", "policy.schedul is not a known key; did you mean policy.schedule?"),
         ("run.group_size=4", "run.group_size is not a known key; did you mean algorithm.group_size?"),
         ("group_size=4", "group_size is not a known key; did you mean algorithm.group_size?"),
-        ("eval.lr=1", "eval.lr is not a known key; did you mean policy.lr?"),
+        ("eval.lr=1", "eval.lr is not a known key; did you mean policy.lr or critic.lr or sft.lr?"),
         (
             "reward.functions.0.wieght=2",
             "reward.functions.0.wieght is not a known key; did you mean reward.functions.N.weight?",
