@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the reference pages of docs/ from the code: configuration.md, command-line.md, python.md, a table of migration.md.
+"""Write the reference pages of docs/: configuration.md, command-line.md, python.md, and the table in migration.md.
 
 .venv/bin/python scripts/reference.py            # writes them
 .venv/bin/python scripts/reference.py --check    # writes nothing; fails if one of them is not current

@@ -1,4 +1,4 @@
-"""Suggestions for keys and commands that do not exist. `tests/unit/test_migration.py` has every key of other trainers."""
+"""Suggestions for keys and commands that do not exist; test_migration.py has every key of other trainers."""
 
 import random
 from pathlib import Path
