@@ -10,6 +10,7 @@ import yaml
 from tests.conftest import ROOT
 from trainer import TrainConfig
 from trainer.cli import parse
+from trainer.config.suggestions import counterparts
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "trainer|generation|sharding|scripts|tests|docs"
@@ -18,8 +19,6 @@ KEYS = {
     f"{section}.{key}" for section, field in TrainConfig.model_fields.items() for key in field.annotation.model_fields
 }
 MISTAKES = {"policy.learning_rate", "sampling.top_p"}  # quoted from the sentences that refuse them
-PEERS = {"adv_estimator", "filter_groups", "rollout_correction", "use_kl_in_reward"}  # of verl's algorithm section
-PEERS |= {"train_files", "val_files", "train_batch_size", "max_prompt_length", "max_response_length"}  # of verl's data
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -72,7 +71,7 @@ def test_every_key_of_a_recipe_is_known(page: Path) -> None:
     for language, block in FENCE.findall(text):
         recipe = yaml.safe_load(block) if language == "yaml" else {}
         used |= {f"{section}.{key}" for section in recipe for key in recipe[section]}
-    peers = {name for name in used if page.name == "migration.md" and name.partition(".")[2] in PEERS}
+    peers = set(counterparts()) if page.name == "migration.md" else set()
     assert used - KEYS - peers <= MISTAKES
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from rich.measure import Measurement
 from rich.table import Table
 
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
@@ -31,7 +32,7 @@ from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.estimates.memory import GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
-from trainer.run.screen import make_console
+from trainer.run.screen import WIDTH, make_console
 
 FREE_GIB = 4.0  # memory that the trials need, on each device or, without one, on the machine
 SHM_GIB = 1.0  # NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default
@@ -338,14 +339,21 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
 
 
 def show(findings: list[Finding]) -> None:
-    """Prints the table, and below it a sentence for each row that failed or was not tried."""
-    table = Table("what", "found", "wanted", "verdict", header_style="bold")
+    """Prints the table, and below it a sentence for each row that failed or was not tried.
+
+    Where a terminal is too narrow for the longest words, the table goes without the column `wanted`.
+    """
     styles = {"ok": "green", "failed": "bold red", "not tried": "yellow"}
+    full = Table("what", "found", "wanted", "verdict", header_style="bold")
+    short = Table("what", "found", "verdict", header_style="bold")
     for finding in findings:
         verdict = f"[{styles[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.what, finding.found, finding.wanted, verdict)
+        full.add_row(finding.what, finding.found, finding.wanted, verdict)
+        short.add_row(finding.what, finding.found, verdict)
     console = make_console()
-    console.print(table)
+    unbounded = console.options.update(max_width=10 * WIDTH)
+    narrowest = Measurement.get(console, unbounded, full).minimum
+    console.print(full if narrowest <= console.width else short)
     for finding in findings:
         if finding.remedy:
             console.print(f"{finding.what}: {finding.verdict}: {finding.remedy}", markup=False, soft_wrap=True)

@@ -3,12 +3,12 @@
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from rich.table import Column, Table
 from torch.distributed import HashStore
 
@@ -155,7 +155,9 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in evaluation.rows(answers))
     (folder / "completions.jsonl").write_text("".join(lines), "utf-8", "backslashreplace")
     console = make_console()
-    console.print(table(results))
+    console.print(f"{results['model']}, {results['seconds']:.0f} s", soft_wrap=True, markup=False)
+    for table in tables(results, console.width):
+        console.print(table)
     for name, dataset in answers.items():
         for line in failure_lines(dataset, reward_errors(dataset), "count as wrong"):
             console.print(f"{name}: {line}", soft_wrap=True, markup=False)
@@ -163,17 +165,32 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
     return 0
 
 
-def table(results: Results) -> RenderableType:
-    """A table with a row for each dataset."""
-    datasets = results["datasets"]
-    estimates = [key for key in next(iter(datasets.values())) if key.startswith(("pass@", "majority@"))]
-    titles = ("prompts", "answers", "accuracy", *estimates, "reward", "length", "cut")
-    columns = [Column(title, justify="right") for title in titles]
-    title = f"{results['model']}, {results['seconds']:.0f} s"
-    rows = Table("dataset", *columns, title=title, title_justify="left", header_style="bold")
-    for name, figures in datasets.items():
-        counts = (str(figures[key]) for key in ("prompts", "answers"))
-        accuracy = f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}"
-        means = (f"{figures[key]:.3f}" for key in (*estimates, "reward"))
-        rows.add_row(name, *counts, accuracy, *means, f"{figures['length']:.1f}", f"{figures['truncated']:.0%}")
-    return rows
+def tables(results: Results, width: int) -> Iterator[Table]:
+    """Yield tables with a row for each figure and a column for each dataset, as many as `width` characters hold."""
+    names = list(results["datasets"])
+    figures = {name: _figures(results["datasets"][name]) for name in names}
+    titles = list(figures[names[0]])
+    column = 3 + max(map(len, [*names, *(text for texts in figures.values() for text in texts.values())]))
+    room = width - 4 - max(map(len, titles))
+    count = max(1, room // column)
+    for first in range(0, len(names), count):
+        chosen = names[first : first + count]
+        columns = [Column(name, justify="right", no_wrap=True) for name in chosen]
+        table = Table(Column("", no_wrap=True), *columns, header_style="bold")
+        for title in titles:
+            table.add_row(title, *(figures[name][title] for name in chosen))
+        yield table
+
+
+def _figures(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the figures of a dataset as the screen shows them, by their titles."""
+    estimates = [key for key in figures if key.startswith(("pass@", "majority@"))]
+    return {
+        "prompts": str(figures["prompts"]),
+        "answers": str(figures["answers"]),
+        "accuracy": f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}",
+        **{key: f"{figures[key]:.3f}" for key in estimates},
+        "reward": f"{figures['reward']:.3f}",
+        "length": f"{figures['length']:.1f}",
+        "cut": f"{figures['truncated']:.0%}",
+    }

@@ -72,9 +72,23 @@ _COLUMNS: list[tuple[str, int, Callable[[StepMetrics], str], str]] = [
 ]
 
 
-def _columns(metrics: StepMetrics) -> list[tuple[str, int, Callable[[StepMetrics], str], str]]:
+_DROPPED = (
+    *("GiB trainer | engine", "entropy", "sync", "cut", "old", "gap max", "train", "tok/s", "rollout s", "length"),
+    *("eval", "reward"),
+)
+"""The columns that a narrow terminal goes without, in this order."""
+_LEFT_WIDTH = 11  # of the last column, the time left, which stays in every terminal
+
+
+def _columns(metrics: StepMetrics, room: int) -> list[tuple[str, int, Callable[[StepMetrics], str], str]]:
+    """Return the columns that fit into `room` characters beside the step and the time left."""
     hidden = "cut" if "stale/share" in metrics else "old"
-    return [column for column in _COLUMNS if column[0] != hidden]
+    columns = [column for column in _COLUMNS if column[0] != hidden]
+    for title in _DROPPED:
+        if sum(width for _, width, _, _ in columns) <= room:
+            break
+        columns = [column for column in columns if column[0] != title]
+    return columns
 
 
 class Progress:
@@ -112,22 +126,24 @@ class Progress:
 
     def step(self, step: int, metrics: StepMetrics) -> None:
         """Prints a step's row, and the header before the first and after every `_ROWS_PER_HEADER` rows."""
+        step_width = 2 * len(str(self._total)) + 1
+        columns = _columns(metrics, self.console.width - step_width - _LEFT_WIDTH)
         if self._rows % _ROWS_PER_HEADER == 0:
-            header = Text("step".rjust(2 * len(str(self._total)) + 1), "bold underline")
-            header.append("".join(f"{title:>{width}}" for title, width, _, _ in _columns(metrics)))
-            self._print(header.append(f"{'left':>11}"))
+            header = Text("step".rjust(step_width), "bold underline")
+            header.append("".join(f"{title:>{width}}" for title, width, _, _ in columns))
+            self._print(header.append(f"{'left':>{_LEFT_WIDTH}}"))
         self._rows += 1
         self._times = [*self._times[:1], time.monotonic()]
         row = Text(f"{step:>{len(str(self._total))}}/{self._total}", "dim")
-        for _, width, show, style in _columns(metrics):
+        for _, width, show, style in columns:
             row.append(f"{show(metrics):>{width}}", style)
         if skipped := metrics.get("skipped_steps"):
-            row.append(f"{f'{skipped:.0f} skipped':>11}", "bold red")
+            row.append(f"{f'{skipped:.0f} skipped':>{_LEFT_WIDTH}}", "bold red")
         else:
             left = ""
             if self._rows > 1 and step < self._total:  # at the pace since the first row
                 left = remaining((self._times[-1] - self._times[0]) / (self._rows - 1) * (self._total - step))
-            row.append(f"{left:>11}", "dim")
+            row.append(f"{left:>{_LEFT_WIDTH}}", "dim")
         self._print(row)
 
     def report(self, report: "Report") -> None:
