@@ -44,6 +44,8 @@ class Trajectory:
         reward_parts: the values that make up the reward, by name: of reward functions, before their weights, and of an
             environment or a client.
         reward_error: why a reward function failed on it; empty if none has failed.
+        abstained: True if every reward function abstained and the episode gave no reward of its own, so that nothing
+            has judged the answer. Such an answer leaves its group, but has not failed.
         error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
     """
 
@@ -67,6 +69,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
     reward_error: str = ""
+    abstained: bool = False
     images: tuple[Image, ...] = ()
     image_spans: tuple[tuple[int, int], ...] = ()
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)

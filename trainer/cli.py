@@ -143,7 +143,9 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     """
     from trainer.checks import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
+    from trainer.distributed import say
     from trainer.engines import processor_arguments
+    from trainer.rewards.trial import check_rewards
     from trainer.rollouts.level import RolloutLevel
 
     if command == "sft":
@@ -157,9 +159,11 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     tokenizer = load_tokenizer(config.model)
     level = RolloutLevel(config, tokenizer)
     data, images = rewards.columns(level.data), level.image_rules
-    load_prompts(data, tokenizer, images)
-    for dataset in config.eval.datasets.values() if config.eval.every else ():
-        load_held_out(dataset, data, tokenizer, images)
+    datasets = {data.path: load_prompts(data, tokenizer, images)}
+    for name, dataset in config.eval.datasets.items() if config.eval.every else ():
+        datasets[f"eval.datasets.{name}"] = load_held_out(dataset, data, tokenizer, images)
+    for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
+        say(line)
     check_model(config)
     check_teacher(config, tokenizer)
 

@@ -13,6 +13,7 @@ from generation.trajectory import by_episode
 from trainer.config.schema import EvalConfig, TrainConfig
 from trainer.data import load_held_out
 from trainer.engines import evaluation_sampling
+from trainer.errors import UserError
 from trainer.learning import Metrics
 from trainer.learning.answers import Answer
 from trainer.rollouts.level import RolloutLevel
@@ -73,52 +74,63 @@ def load_held_outs(
     return held_outs
 
 
-def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], label: str | None, config: EvalConfig) -> Metrics:
+def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], labels: Sequence[str], config: EvalConfig) -> Metrics:
     """Returns the metrics of an evaluation: eval/… for a single dataset; with several, also eval/NAME/… for each.
 
     With several datasets, eval/… is their mean, in which all weigh the same.
 
     Args:
         answers: the answers to each dataset, by its name.
-        label: the label of the recipe's first reward function, which decides whether an answer is right; None: the
-            total reward decides.
+        labels: the labels of the recipe's reward functions, as in `dataset_figures`.
     """
-    figures = {name: dataset_figures(trajectories, label, config) for name, trajectories in answers.items()}
+    figures = {name: dataset_figures(part, labels, config, name=name) for name, part in answers.items()}
     several = figures.items() if len(figures) > 1 else ()
     metrics = {f"eval/{name}/{key}": value for name, part in several for key, value in part.items()}
     keys = dict.fromkeys(key for part in figures.values() for key in part)
     return metrics | {f"eval/{key}": _mean([part.get(key, 0.0) for part in figures.values()]) for key in keys}
 
 
-def dataset_figures(trajectories: Sequence[Answer], label: str | None, config: EvalConfig) -> Metrics:
+def dataset_figures(
+    trajectories: Sequence[Answer], labels: Sequence[str], config: EvalConfig, name: str = "data"
+) -> Metrics:
     """Returns the metrics of one dataset: means over the answers to a prompt, and then over prompts.
 
     An episode counts as one answer: it has the reward, vote and ending of its last trajectory, and the tokens of all of
-    its trajectories. accuracy is the mean of the first reward function. For pass@k and majority@k an answer is right if
-    its score is at least `config.right_from`. A failed episode counts as a wrong answer with reward 0 that abstains
-    from votes. misjudged is the share of episodes on which a reward function failed.
+    its trajectories. Its score is the value of the first reward function that has not abstained from it, in the order
+    of `labels`; its total reward, if there is none. accuracy is the mean of the scores. For pass@k and majority@k an
+    answer is right if its score is at least `config.right_from`. A failed episode counts as a wrong answer with reward
+    0 that abstains from votes. misjudged is the share of episodes on which a reward function failed.
+
+    An answer from which all functions abstain has no part in accuracy, reward, pass@k and majority@k, nor has a prompt
+    with fewer than k other answers. abstained is the share of such answers. Raises UserError, with the dataset's
+    `name`, if that leaves no prompt.
     """
     prompts = _by_prompt(trajectories)
     episodes = [episode for answers in prompts for episode in answers]
+    judged = _judged(prompts, name)
     figures = {
-        "accuracy": _mean(accuracies(trajectories, label)),
-        "reward": _mean([_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in prompts]),
+        "accuracy": _mean(accuracies(trajectories, labels)),
+        "reward": _mean([_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in judged]),
         "length": _mean([float(sum(t.sampled for t in episode)) for episode in episodes]),
         "truncated": _mean([float(episode[-1].cut) for episode in episodes]),
     }
     if any(t.misjudged for t in trajectories):
         figures["misjudged"] = _mean([float(any(t.misjudged for t in episode)) for episode in episodes])
+    if any(_unjudged(episode) for episode in episodes):
+        figures["abstained"] = _mean([float(_unjudged(episode)) for episode in episodes])
     for k in config.k:
-        verdicts = [[not _failed(e) and _score(e, label) >= config.right_from for e in answers] for answers in prompts]
-        votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in prompts]
+        judged = _judged(prompts, name, least=k)
+        verdicts = [[not _failed(e) and _score(e, labels) >= config.right_from for e in answers] for answers in judged]
+        votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in judged]
         figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
         figures[f"majority@{k}"] = _mean([majority_at_k(v, right, k) for v, right in zip(votes, verdicts, strict=True)])
     return figures
 
 
-def accuracies(trajectories: Sequence[Answer], label: str | None) -> list[float]:
-    """Returns each prompt's accuracy, the mean over its answers."""
-    return [_mean([_score(episode, label) for episode in answers]) for answers in _by_prompt(trajectories)]
+def accuracies(trajectories: Sequence[Answer], labels: Sequence[str]) -> list[float]:
+    """Returns the accuracy of each prompt, the mean over its answers from which not all functions abstained."""
+    judged = _judged(_by_prompt(trajectories))
+    return [_mean([_score(episode, labels) for episode in answers]) for answers in judged]
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -139,14 +151,40 @@ def _by_prompt(trajectories: Iterable[Answer]) -> list[list[list[Answer]]]:
     return list(prompts.values())
 
 
+def _judged(prompts: Iterable[list[list[Answer]]], name: str = "data", least: int = 1) -> list[list[list[Answer]]]:
+    """Returns each prompt's answers from which not all functions abstained, of prompts that have at least `least`.
+
+    Raises UserError if there is no such prompt.
+    """
+    judged = []
+    for answers in prompts:
+        present = [episode for episode in answers if not _unjudged(episode)]
+        if len(present) >= least:
+            judged.append(present)
+    if not judged:
+        raise UserError(
+            f"eval.datasets.{name}: the reward functions abstain from so many answers that no prompt has {least} to "
+            "measure: add a function that judges its rows, or leave the dataset out"
+        )
+    return judged
+
+
+def _unjudged(episode: list[Answer]) -> bool:
+    return episode[-1].abstained and not _failed(episode)
+
+
 def _failed(episode: list[Answer]) -> bool:
     return any(trajectory.error for trajectory in episode)
 
 
-def _score(episode: list[Answer], label: str | None) -> float:
-    if _failed(episode):
+def _score(episode: list[Answer], labels: Sequence[str]) -> float:
+    """Returns the value of the first function that has not abstained; 0 if the episode or the first function failed."""
+    last = episode[-1]
+    first_failed = bool(last.misjudged and labels) and labels[0] not in last.reward_parts
+    if _failed(episode) or first_failed:
         return 0.0
-    return episode[-1].reward if label is None else episode[-1].reward_parts.get(label, 0.0)
+    values = (last.reward_parts[label] for label in labels if label in last.reward_parts)
+    return next(values, last.reward)
 
 
 def _mean(values: Sequence[float]) -> float:

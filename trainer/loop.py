@@ -249,8 +249,7 @@ class RLTrainer:
         """
         with random_states_kept():
             answers = self.in_shift(self.sample_held_outs)
-        # The recipe's first reward function decides whether an answer is right.
-        metrics = evaluation_metrics(answers, next(iter(self.rewards.labels), None), self.config.eval)
+        metrics = evaluation_metrics(answers, self.rewards.labels, self.config.eval)
         self.state.count_evaluation(metrics["eval/reward"])
         return metrics
 

@@ -21,6 +21,7 @@ from trainer.engines import end_token_ids, fetch_model, processor_arguments, ran
 from trainer.evaluation import load_held_outs
 from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool
+from trainer.rewards.trial import check_rewards
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.sampling import HeldOut
 from trainer.run.keeper import Identity, RunState, find_checkpoint, run_identity
@@ -91,6 +92,12 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     screen.note(f"{len(prompts)} prompts from {config.data.path}, {prompts.dropped} too long and left out")
     ends = end_token_ids(config.model.path, tokenizer)
     held_outs = load_held_outs(config, level, tokenizer, ends) if config.eval.every else []
+    datasets = {config.data.path: prompts}
+    datasets |= {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in held_outs}
+    with agreed("trying the rewards", among=EVERYBODY):
+        if is_main():
+            for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
+                screen.note(line)
     identity = run_identity(config, prompts.fingerprint, tokenizer)
     checkpoint, state = find_checkpoint(config, identity)
     sampling = SamplingSettings(**config.sampling.model_dump(), stop_token_ids=ends)

@@ -228,7 +228,8 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
             final = {"final": checked_reward(returned, description)}
     trajectory.turn_rewards = turn_rewards
     trajectory.reward = sum(turn_rewards) + sum(final.values())
-    trajectory.reward_parts = {"environment": trajectory.reward} | (final if len(final) > 1 else {})
+    if turn_rewards or final:
+        trajectory.reward_parts = {"environment": trajectory.reward} | (final if len(final) > 1 else {})
     return trajectory
 
 

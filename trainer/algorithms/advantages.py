@@ -62,9 +62,15 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILO
     """Normalises each of several rewards within its group, then adds them, so that their scales do not matter.
 
     GDPO, Liu et al. 2026 (arXiv:2601.05242), which then normalises over the whole step (`whiten`).
-    Rewards [R, P, G] of R functions and their weights [R] give [P, G]; epsilon is added to each standard deviation.
+    Rewards [R, P, G] of R functions and their weights [R] give [P, G]; epsilon is added to each standard deviation. NaN
+    stands for a function that abstained from an answer: it adds nothing there, and has no part in mean and deviation.
     """
-    return torch.stack([w * group_relative(r, True, epsilon) for r, w in zip(rewards, weights, strict=True)]).sum(dim=0)
+    relative = torch.zeros(rewards.shape, device=rewards.device)
+    for values, result in zip(rewards.flatten(0, 1), relative.flatten(0, 1), strict=True):
+        judged = ~values.isnan()
+        if judged.any():
+            result[judged] = group_relative(values[judged].unsqueeze(0), True, epsilon)[0]
+    return (weights.view(-1, 1, 1) * relative).sum(dim=0)
 
 
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import load_tokenizer
+from trainer.distributed import say
 from trainer.engines import end_token_ids, engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
 from trainer.evaluation import accuracies, dataset_figures, load_held_outs, standard_error
@@ -28,6 +29,7 @@ from trainer.learning.answer_rows import answer_rows, failure_lines
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import reward_errors
 from trainer.rewards.pool import RewardPool
+from trainer.rewards.trial import check_rewards
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.pool import Pool
 from trainer.rollouts.sampling import sample_held_out
@@ -96,6 +98,10 @@ class Evaluation:
         self.level.data = self.rewards.columns(self.level.data)
         ends = end_token_ids(config.model.path, self.tokenizer)
         self.held_outs = load_held_outs(config, self.level, self.tokenizer, ends)
+        datasets = {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in self.held_outs}
+        seed, timeout_s = config.run.seed, config.reward.timeout_s
+        for line in check_rewards(self.rewards, datasets, self.tokenizer, seed, timeout_s):
+            say(line)
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
         """Samples and scores the answers of every dataset, by an engine that has the model's weights as version 0."""
@@ -107,7 +113,7 @@ class Evaluation:
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
         """The figures of every dataset, with its sampling settings."""
-        label = next(iter(self.rewards.labels), None)
+        labels = self.rewards.labels
         datasets = {}
         for held_out in self.held_outs:
             trajectories = answers[held_out.name]
@@ -119,8 +125,8 @@ class Evaluation:
                 "samples": held_out.samples,
                 "answers": len(by_episode(trajectories)),
                 **{key: sampling[key] for key in ("temperature", "top_p", "max_tokens")},
-                **dataset_figures(trajectories, label, self.config.eval),
-                "accuracy_standard_error": standard_error(accuracies(trajectories, label)),
+                **dataset_figures(trajectories, labels, self.config.eval, name=held_out.name),
+                "accuracy_standard_error": standard_error(accuracies(trajectories, labels)),
             }
         return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
 

@@ -109,7 +109,7 @@ function tokenCards(step) {
 
 function answerCard(row) {
   const card = make("div", undefined, "card"), parts = Object.entries(row.parts ?? {}).map(([key, value]) => `${key} ${value}`);
-  const facts = [`reward ${row.reward}`, ...parts, row.finish_reason && `end: ${row.finish_reason}`, row.tokens !== undefined && `${row.tokens} tokens`, row.weight_version !== undefined && `weights ${row.weight_version}`];
+  const facts = [`reward ${row.reward ?? "none"}`, ...parts, row.finish_reason && `end: ${row.finish_reason}`, row.tokens !== undefined && `${row.tokens} tokens`, row.weight_version !== undefined && `weights ${row.weight_version}`];
   card.append(make("div", facts.filter(Boolean).join(" · "), "note"));
   if (row.answer !== null && row.answer !== undefined) card.append(make("div", `expected: ${row.answer}`, "note"));
   if (row.error) card.append(make("div", row.error, "error"));

@@ -23,6 +23,7 @@ _COUNTS = {
     "no_signal_steps": "steps without an update, since all answers of each group were equally good or filtered",
     "rollout/failed": "episodes that failed",
     "reward/errors": "answers on which a reward function failed",
+    "reward/abstained": "answers from which all reward functions abstained",
 }
 
 

@@ -32,6 +32,8 @@ def answer_rows(
             scored["prompt"] = tokenizer.decode(t.prompt_ids)  # not the dataset's, since a client may add to it
             local[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version}
             local[n]["error"] = t.error or t.reward_error
+            if t.abstained:
+                local[n]["reward"] = None
             if t.images:
                 local[n]["images"] = [thumbnail(image) for image in t.images]
             if not all(t.loss_mask):
@@ -51,7 +53,7 @@ def answer_rows(
 def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: str = "are left out") -> Iterator[str]:
     """Yields a line about answers on which reward functions failed, with their `fate`, and one about other failures.
 
-    `figures` are the `reward_errors` of the answers.
+    A third one says that all functions abstained from every answer. `figures` are the `reward_errors` of the answers.
     """
     if misjudged := [answer for answer in answers if answer.misjudged]:
         out = sum(bool(answer.error) for answer in misjudged)
@@ -61,6 +63,8 @@ def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: st
         yield f"rewards failed on {len(misjudged)} answers ({counts}), {out} of which {fate}; the first: {first}"
     if errors := failed_episodes(answers):
         yield f"{len(errors)} episodes failed, the first by {errors[0][:200]}"
+    if answers and all(answer.abstained for answer in answers):
+        yield "all reward functions abstained from every answer: look at what they return for these rows"
 
 
 def text_by_author(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

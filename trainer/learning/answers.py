@@ -22,7 +22,7 @@ from trainer.types import RouteFormat, Sample
 ROW = np.dtype("<i4, <u2, <f8, <i4, <i4, <u2, <u2, u1")
 """The encoding of an `Answer`: prompt, sample, reward, length, sampled tokens, turns, runs of sampled tokens, flags."""
 
-_FAILED, _CUT, _FIRST, _MISJUDGED = 1, 2, 4, 8
+_FAILED, _CUT, _FIRST, _MISJUDGED, _ABSTAINED = 1, 2, 4, 8, 16
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Answer:
     misjudged: str  # why a reward function failed, generic if it failed on another rank; empty: none failed
     error: str  # why the trajectory failed; generic if it failed on another rank; empty: it did not fail
     turn_rewards: list[float]
+    abstained: bool = False
     old: int = 0  # number of tokens that earlier versions of the policy sampled
     trajectory: Trajectory | None = None  # on the rank that has its tokens
     stored_images: Sequence[StoredImage] = ()  # those of the prompt's row, which every rank can read
@@ -105,6 +106,8 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     flags = _FAILED * bool(trajectory.error) + _CUT * (trajectory.finish_reason == "length")
     flags += _FIRST * bool(not trajectory.prompt_ids and mask and mask[0])
     flags += _MISJUDGED * bool(trajectory.reward_error)
+    if trajectory.abstained:
+        flags += _ABSTAINED
     length = len(trajectory.prompt_ids) + len(mask)
     place = trajectory.prompt_index, trajectory.sample_index
     return *place, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
@@ -134,6 +137,7 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
             misjudged=(trajectory.reward_error if trajectory else generic) if flags & _MISJUDGED else "",
             error=(trajectory.error if trajectory else generic) if flags & _FAILED else "",
             turn_rewards=turns.get(index, []),
+            abstained=bool(flags & _ABSTAINED),
             old=old.get(index, 0),
             trajectory=trajectory,
             reward_parts=reward_parts,

@@ -1,5 +1,6 @@
 """Groups of episodes by prompt, their shaped rewards, and the batches that each optimizer step and rank trains on."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,11 +36,13 @@ Group = list[Episode]
 def make_groups(answers: list[Answer]) -> list[Group]:
     """Groups episodes by prompt, in the order of prompts. Failed episodes are left out before any mean is taken.
 
-    An episode has failed if any of its trajectories has, since the others belong to the same failure.
+    An episode has failed if any of its trajectories has, since the others belong to the same failure. Episodes whose
+    last answer nothing has judged, since all reward functions abstained from it, are left out as well.
     """
     groups: dict[int, Group] = defaultdict(list)
     for episode in by_episode(answers):
-        if not any(answer.error for answer in episode):
+        failed = any(answer.error for answer in episode)
+        if not failed and not episode[-1].abstained:
             groups[episode[0].prompt_index].append(episode)
     return [group for _, group in sorted(groups.items())]
 
@@ -77,18 +80,25 @@ def reward_components(group: Group, weights: dict[str, float], failed: float) ->
     """The separate rewards [R, G] and their weights [R]: one row per reward function, plus one for the episode's own.
 
     Shaping by length is excluded. `weights` are those of the functions by label. `failed` is the reward of a function
-    that failed (`reward.error_reward`); if none did, the weighted sum of the rows is the reward.
+    that failed (`reward.error_reward`); NaN stands for one that abstained. If none failed, the weighted sum of the rows
+    without NaN is the reward.
     """
     last = [episode[-1] for episode in group]
-    columns = [[t.reward_parts.get(label, failed) for t in last] for label in weights]
+    columns = [[_component(t, label, failed) for t in last] for label in weights]
     columns.append([t.reward - _scored(t, weights, failed) for t in last])
     return torch.tensor(columns, dtype=torch.float64), torch.tensor([*weights.values(), 1.0])
 
 
+def _component(answer: Answer, label: str, failed: float) -> float:
+    """The reward that a function gave, or `failed` if a function failed on the answer, or NaN if this one abstained."""
+    return answer.reward_parts.get(label, failed if answer.misjudged else math.nan)
+
+
 def _scored(answer: Answer, weights: dict[str, float], failed: float) -> float:
     """The reward functions' part of an answer's reward: their weighted sum, or `failed` if one failed."""
-    parts = answer.reward_parts
-    return sum(w * parts[label] for label, w in weights.items()) if weights.keys() <= parts.keys() else failed
+    if answer.misjudged:
+        return failed
+    return sum(weight * answer.reward_parts[label] for label, weight in weights.items() if label in answer.reward_parts)
 
 
 def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:

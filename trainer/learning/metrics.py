@@ -250,18 +250,20 @@ def summed(updates: list[UpdateStats]) -> Metrics:
 def rollout_metrics(answers: list[Answer]) -> Metrics:
     """Metrics of a step's episodes: rewards, lengths and failures. Collective.
 
-    An episode's reward, and whether it was cut off, are those of its last trajectory.
+    An episode's reward, and whether it was cut off, are those of its last trajectory. Rewards are of the episodes that
+    something has judged: reward/abstained counts the others.
     """
     episodes = by_episode(answers)
     sound = [episode for episode in episodes if not any(t.error for t in episode)]
     sampled, last = [t for episode in sound for t in episode], [episode[-1] for episode in sound]
-    rewards = torch.tensor([t.reward for t in last], dtype=torch.float64)
+    rewards = torch.tensor([t.reward for t in last if not t.abstained], dtype=torch.float64)
     lengths = [sum(t.sampled for t in episode) for episode in sound]
     count = max(1, len(sound))
     metrics = {
-        "reward/mean": rewards.mean().item() if sound else 0.0,
-        "reward/std": rewards.std(correction=0).item() if sound else 0.0,
+        "reward/mean": rewards.mean().item() if len(rewards) else 0.0,
+        "reward/std": rewards.std(correction=0).item() if len(rewards) else 0.0,
         "reward/errors": float(sum(bool(t.misjudged) for t in answers)),
+        "reward/abstained": float(sum(t.abstained for t in last)),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths, default=0)),
         "length/truncated": sum(t.cut for t in last) / count,

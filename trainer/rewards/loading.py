@@ -12,10 +12,10 @@ from generation.trajectory import Trajectory
 from trainer.errors import Interrupted, UserError, quoted
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
-OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images")
+OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images", "opened")
 """The values that every reward function may ask for by keyword, besides the completion and its own settings."""
 
-TAKEN = ("mean", "std", "errors")
+TAKEN = ("mean", "std", "errors", "abstained")
 """Names of the run's own metrics below reward/, which a reward function may not have."""
 
 _TRL_LOGGERS = ("log_extra", "log_metric")
@@ -45,7 +45,7 @@ class BoundReward:
         return "answer" in self.keywords
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
-        """Calls the function; `offered` holds a value for each name in OFFERED."""
+        """Call the function; None: it abstains. `offered` holds a value for each name in OFFERED."""
         arguments = {key: offered[key] for key in self.keywords}
         if "images" in arguments:
             arguments["images"] = [image.open() for image in arguments["images"]]
@@ -63,14 +63,29 @@ class TrlReward:
 
     It passes one answer at a time, with the prompt as it stands in the data. If that is a list of messages, the
     completion is a list of one message. `names` are the function's parameters; None: it takes any.
+
+    TRL's own format functions are asked twice where the chat template has opened a tag, such as <think>, before the
+    completion: without it and with it, since they want to see the tag (https://github.com/huggingface/trl/issues/6966).
     """
 
     function: Callable[..., Any]
     names: frozenset[str] | None
 
-    def __call__(
+    def __call__(self, completion: str, *, opened: str = "", **arguments: Any) -> Any:
+        reward = self._reward(completion, **arguments)
+        if opened and reward is not None:
+            return max(reward, self._reward(opened + completion, **arguments))
+        return reward
+
+    @property
+    def judges_format(self) -> bool:
+        """True for TRL's own functions that compare a completion's tags with a pattern."""
+        module = str(getattr(self.function, "__module__", ""))
+        return module.startswith("trl.") and "format" in getattr(self.function, "__name__", "")
+
+    def _reward(
         self, completion: str, *, prompt: str, row: dict[str, Any], trajectory: Trajectory | None = None, **kwargs: Any
-    ) -> float:
+    ) -> Any:
         asked = next((row[key] for key in ("prompt", "messages") if row.get(key)), prompt)
         answer = completion if isinstance(asked, str) else [{"role": "assistant", "content": completion}]
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
@@ -84,7 +99,7 @@ class TrlReward:
         rewards = list(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
         if len(rewards) != 1:
             raise ValueError(f"it returned {len(rewards)} rewards for one completion")
-        return 0.0 if rewards[0] is None else rewards[0]  # None: the function does not apply to this row
+        return rewards[0]
 
 
 def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
@@ -152,7 +167,12 @@ def _bind_trl(
     if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
         raise UserError(f"reward {name!r} takes no argument {min(unknown)!r}, which its kwargs set")
     reward = TrlReward(function, None if takes_any else frozenset(parameters) - _TRL_ONLY)
-    return reward, frozenset(("prompt", "row", *["trajectory"] * ("completion_ids" in parameters)))
+    keywords = {"prompt", "row"}
+    if "completion_ids" in parameters:
+        keywords.add("trajectory")
+    if reward.judges_format:
+        keywords.add("opened")
+    return reward, frozenset(keywords)
 
 
 def _keywords(name: str, parameters: list[inspect.Parameter], kwargs: dict[str, Any]) -> frozenset[str]:

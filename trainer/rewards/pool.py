@@ -62,10 +62,11 @@ class RewardResult:
     """One answer's reward, or the reasons why it has none."""
 
     reward: float  # the weighted sum; `reward.error_reward` if a function failed
-    parts: dict[str, float]  # each function's value
+    parts: dict[str, float]  # the value of each function that has neither failed nor abstained
     error: str = ""  # a sentence about the failure, if there was one
     unusable: bool = False  # True if there is no reward to learn from, so that the answer leaves its group
     failures: dict[str, str] = field(default_factory=dict)  # failed functions: timeout, raised, died or unusable
+    abstained: bool = False  # True if all functions returned None, so that none of them has judged the answer
 
 
 class RewardPool:
@@ -81,6 +82,7 @@ class RewardPool:
         self._config = config
         self._specs = [(function.name, function.kwargs) for function in config.functions]
         bound = bind_rewards(self._specs)
+        self.functions = bound
         self.labels = [reward.label for reward in bound]
         self._text_votes = not bound or bound[0].extract is str.strip
         self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
@@ -115,27 +117,32 @@ class RewardPool:
         row: dict[str, Any],
         finish_reason: str,
         trajectory: Trajectory | None = None,
+        opened: str = "",
     ) -> RewardResult:
         """Scores one answer. It never raises because of a reward function: a failure is in the result and is counted.
 
-        `row` is the dataset's row; functions get `row["answer"]` as `answer`. The trajectory, with its turns and tool
-        replies, is sent to a process only if a function asks for it; so are the images, which become Pillow images.
+        `row` is the dataset's row; functions get `row["answer"]` as `answer`. `opened` is the tag that the chat
+        template has opened before the completion. The trajectory, with its turns and tool replies, is sent to a
+        process only if a function asks for it; so are the images, which become Pillow images.
         """
         offered = {"prompt": prompt, "row": row, "answer": row.get("answer"), "finish_reason": finish_reason}
+        offered["opened"] = opened
         offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
         offered["images"] = trajectory.images if trajectory is not None and "images" in self._asked_for else ()
         replies = await asyncio.gather(*(self._call(index, completion, offered) for index in range(len(self.labels))))
         outcomes = dict(zip(self.labels, replies, strict=True))
         errors = {label: reply.error for label, reply in outcomes.items() if reply.error}
         self._count(errors)
-        parts = {label: reply.value for label, reply in outcomes.items() if not reply.error}
+        parts = {label: reply.value for label, reply in outcomes.items() if reply.value is not None}
         if errors:
             message = "; ".join(f"{label} {error}" for label, error in errors.items())
             failures: dict[str, str] = {label: outcomes[label].kind for label in errors}
             unusable = self._config.failed == "leave_out" or "unusable" in failures.values()
             return RewardResult(self._config.error_reward, parts, message, unusable, failures)
+        if self.labels and not parts:
+            return RewardResult(0.0, {}, abstained=True)
         try:
-            shares = ((label, weight * parts[label]) for label, weight in self.weights.items())
+            shares = ((label, self.weights[label] * part) for label, part in parts.items())
             weighted = [checked_reward(share, f"{label} times its weight is") for label, share in shares]
             return RewardResult(checked_reward(sum(weighted), "the sum of all is"), parts)
         except ValueError as error:
@@ -231,7 +238,7 @@ class _Reply(NamedTuple):
     """The outcome of a call, sent as JSON and not pickled, since user code runs in the worker."""
 
     number: int = 0  # number of the question; 0 for the start
-    value: Any = None  # a number for a call; a text or None for an extraction
+    value: Any = None  # a number for a call, a text for an extraction; None: the function abstains, or extracts nothing
     error: str = ""  # a sentence that says why there is no value; otherwise empty
     kind: Literal["", "timeout", "raised", "died", "unusable"] = ""  # kind of the error
 
@@ -287,7 +294,7 @@ class _Worker:
         async with asyncio.timeout(seconds):
             for piece in (_HEADER.pack(number, len(question)), *pieces):
                 await loop.sock_sendall(self._socket, piece)
-            return await self._receive(number, str | None if offered is None else float)
+            return await self._receive(number, str | None if offered is None else float | None)
 
     def kill(self) -> int | None:
         """Kills the process and all processes below it, and returns the exit code."""
@@ -419,6 +426,8 @@ def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
         return _Reply(error=f"raised {type(error).__name__}: {_text(error)} ({where})", kind="raised")
+    if value is None:
+        return _Reply()
     try:
         return _Reply(value=checked_reward(value, "returned"))
     except BaseException as error:

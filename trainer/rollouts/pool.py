@@ -21,6 +21,7 @@ from sharding.ranks import agreed, all_reduce_sum, exchange
 from trainer.data import Prompt
 from trainer.learning.answers import Answer, failed_episodes, gather_answers
 from trainer.rewards.pool import RewardPool
+from trainer.rewards.trial import opened_tag
 from trainer.rollouts.level import RolloutLevel
 
 T = TypeVar("T")
@@ -205,7 +206,8 @@ class Pool:
     async def score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
         """Adds the reward functions' weighted sum, for the last answer, to the episode's own reward.
 
-        An episode whose reward is not usable counts as failed.
+        An episode whose reward is not usable counts as failed. One without a reward of its own, from which all
+        functions abstain, is marked.
         """
         self.finished += 1
         if trajectory.error:
@@ -219,13 +221,17 @@ class Pool:
         if not self._rewards.labels:
             return
         question = self.tokenizer.decode([*prompt.token_ids], skip_special_tokens=False)
+        before = trajectory.prompt_ids + trajectory.response_ids[: trajectory.answer_start]
+        has_reward = bool(trajectory.reward or trajectory.reward_parts or trajectory.turn_rewards)
         result = await self._rewards.score(
             prompt=question,
             completion=completion,
             row=prompt.row,
             finish_reason=trajectory.finish_reason,
             trajectory=trajectory,
+            opened=opened_tag(self.tokenizer, before),
         )
+        trajectory.abstained = result.abstained and not has_reward
         trajectory.reward_parts |= result.parts
         trajectory.metrics["time/reward"] = time.perf_counter() - start
         if result.failures:

@@ -259,7 +259,7 @@ def _answer(row: dict[str, Any]) -> RenderableType:
     for key in ("prompt", "text"):
         text = "".join(c if c.isprintable() or c == "\n" else "�" for c in str(row.get(key, "")).strip())
         texts.append(text if len(text) <= _ANSWER_LIMIT else text[: _ANSWER_LIMIT - 1] + "…")
-    reward = f"reward {row['reward']:.2f}" if "reward" in row else "answer"
+    reward = "answer" if row.get("reward") is None else f"reward {row['reward']:.2f}"
     body = Text.assemble((texts[0], "dim"), "\n", (texts[1], "bold"))
     return Panel(body, title=reward, title_align="right", box=box.SQUARE, border_style="dim")
 

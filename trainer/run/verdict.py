@@ -57,6 +57,8 @@ def _causes(rows: Rows, recipe: Mapping[str, Mapping[str, Any]], fell: bool) -> 
     answers = steps * setting("batch", "prompts_per_step") * setting("algorithm", "group_size")
     if answers and (failures := sum(values("reward/errors"))) > 0.05 * answers:
         yield f"{failures / answers:.0%} of the answers have no reward, since reward functions failed on them"
+    if answers and (unjudged := sum(values("reward/abstained"))) > 0.05 * answers:
+        yield f"{unjudged / answers:.0%} of the answers have no reward, since all reward functions abstained from them"
     idle = sum(values("no_signal_steps"))
     if min(rewards) == max(rewards) and not any(values("reward/std")):
         yield f"every answer got the same reward, {rewards[0]:g}: look at answers and rewards in completions.jsonl"

@@ -26,6 +26,7 @@ from trainer.config.checks import _check_evaluation, _check_lengths
 from trainer.config.schema import EvalConfig, RewardConfig, TrainConfig
 from trainer.data import Prompt, PromptDataset
 from trainer.engines import evaluation_sampling
+from trainer.errors import UserError
 from trainer.evaluation import (
     accuracies,
     dataset_figures,
@@ -57,7 +58,7 @@ ANSWERS = [
 
 
 def test_figures_of_a_dataset_by_hand() -> None:
-    figures = dataset_figures(as_answers(ANSWERS), "match", EvalConfig(k=[1, 2, 3]))
+    figures = dataset_figures(as_answers(ANSWERS), ["match"], EvalConfig(k=[1, 2, 3]))
     assert figures == pytest.approx(
         {
             "accuracy": (2 / 3 + 1.5 / 3) / 2,
@@ -79,9 +80,9 @@ def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
     failed = answer(1, 0, "x", 0.0, error="reward: match took longer", **late)
     answers = as_answers([answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)])
     plain = as_answers([answer(0, 0, "4", 1.0)])
-    assert dataset_figures(answers, "match", EvalConfig())["misjudged"] == 0.25
-    assert "misjudged" not in dataset_figures(plain, "match", EvalConfig())
-    figures = evaluation_metrics({"a": plain, "b": answers}, "match", EvalConfig())
+    assert dataset_figures(answers, ["match"], EvalConfig())["misjudged"] == 0.25
+    assert "misjudged" not in dataset_figures(plain, ["match"], EvalConfig())
+    figures = evaluation_metrics({"a": plain, "b": answers}, ["match"], EvalConfig())
     assert (figures["eval/b/misjudged"], figures["eval/misjudged"]) == (0.25, 0.125)
     (line,) = failure_lines(answers, reward_errors(answers), "count as wrong")
     assert (
@@ -89,22 +90,45 @@ def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
     )
 
 
+def test_answers_that_nothing_has_judged_have_no_part_in_accuracy() -> None:
+    """The first function that has not abstained decides: `match` on prompt 0, `form` on prompt 1, none on prompt 2."""
+    form = {"reward_parts": {"form": 1.0}, "reward": 1.0}
+    nothing: dict[str, Any] = {"reward_parts": {}, "abstained": True}
+    step = [answer(0, 0, "4", 1.0, 10.0), answer(0, 1, "5", 0.0), answer(0, 2, "5", 0.0, **nothing)]
+    step += [answer(1, 0, "x", 0.0, **form), answer(1, 1, "x", 0.0, **nothing), answer(1, 2, "x", 0.0, **nothing)]
+    step += [answer(2, sample, "y", 0.0, **nothing) for sample in range(3)]
+    labels, config = ["match", "form"], EvalConfig(k=[1, 2])
+    figures = dataset_figures(as_answers(step), labels, config)
+    expected = {"accuracy": (1 / 2 + 1) / 2, "reward": (5 + 1) / 2, "abstained": 6 / 9, "pass@1": (1 / 2 + 1) / 2}
+    assert {key: figures[key] for key in expected} == pytest.approx(expected)
+    assert (figures["pass@2"], figures["length"]) == (1.0, 3.0)
+    assert accuracies(as_answers(step), labels) == [0.5, 1.0]
+    several = evaluation_metrics({"a": as_answers(step), "b": as_answers(ANSWERS)}, labels, config)
+    assert several["eval/abstained"] == pytest.approx(3 / 9)
+    with pytest.raises(UserError, match="eval.datasets.tasks: the reward functions abstain"):
+        evaluation_metrics({"tasks": as_answers(step[6:])}, labels, config)
+    with pytest.raises(UserError, match="no prompt has 2 to"):
+        evaluation_metrics({"tasks": as_answers(step[3:])}, labels, config)
+    failed = [answer(0, 0, "4", 1.0, 3.0, reward_error="match took longer", reward_parts={"form": 9.0})]
+    assert dataset_figures(as_answers(failed), labels, EvalConfig())["accuracy"] == 0.0
+
+
 def test_an_answer_in_several_parts_is_one_answer() -> None:
     """Half of the answers are right, not 3/4: three conversations of one answer are right, one of another is wrong."""
     right, wrong = [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))], answer(0, 1, "5", 0.0)
-    figures = dataset_figures(as_answers([*right, wrong]), "match", EvalConfig(k=[1, 2], samples=2))
+    figures = dataset_figures(as_answers([*right, wrong]), ["match"], EvalConfig(k=[1, 2], samples=2))
     expected = {"accuracy": 0.5, "reward": 4.5, "length": 6.0, "truncated": 0.0, "pass@1": 0.5, "pass@2": 1.0}
     assert figures == pytest.approx(expected | {"majority@1": 0.5, "majority@2": 0.5})
     again = [replace(t, prompt_index=1, finish_reason="length") for t in right]
-    assert accuracies(as_answers([*right, wrong, *again]), "match") == [0.5, 1.0]
-    assert standard_error(accuracies(as_answers([*right, wrong, *again]), "match")) == pytest.approx(
+    assert accuracies(as_answers([*right, wrong, *again]), ["match"]) == [0.5, 1.0]
+    assert standard_error(accuracies(as_answers([*right, wrong, *again]), ["match"])) == pytest.approx(
         0.25
     )  # of 0.5 and 1
-    assert dataset_figures(as_answers([*right, wrong, *again]), "match", EvalConfig())["truncated"] == pytest.approx(
+    assert dataset_figures(as_answers([*right, wrong, *again]), ["match"], EvalConfig())["truncated"] == pytest.approx(
         1 / 3
     )
     again[0].error = "a part of it failed"
-    assert dataset_figures(as_answers(again), "match", EvalConfig(k=[1]))["pass@1"] == 0
+    assert dataset_figures(as_answers(again), ["match"], EvalConfig(k=[1]))["pass@1"] == 0
 
 
 def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,18 +147,18 @@ def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.Capture
 
 def test_the_recipe_defines_which_answers_are_right() -> None:
     answers = as_answers(ANSWERS)
-    assert dataset_figures(answers, "match", EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
+    assert dataset_figures(answers, ["match"], EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
     # Without reward functions it is the environment's reward that tells.
-    assert dataset_figures(answers, None, EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
-    assert dataset_figures(answers, None, EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
+    assert dataset_figures(answers, [], EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
+    assert dataset_figures(answers, [], EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
 
 
 def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
     config = EvalConfig(k=[1])
     answers = as_answers(ANSWERS)
-    alone = evaluation_metrics({"all": answers}, "match", config)
-    assert alone == {f"eval/{key}": value for key, value in dataset_figures(answers, "match", config).items()}
-    both = evaluation_metrics({"all": answers, "first": as_answers(ANSWERS[:3])}, "match", config)
+    alone = evaluation_metrics({"all": answers}, ["match"], config)
+    assert alone == {f"eval/{key}": value for key, value in dataset_figures(answers, ["match"], config).items()}
+    both = evaluation_metrics({"all": answers, "first": as_answers(ANSWERS[:3])}, ["match"], config)
     assert both["eval/first/accuracy"] == pytest.approx(2 / 3)
     assert both["eval/all/pass@1"] == alone["eval/pass@1"]
     assert both["eval/accuracy"] == pytest.approx((both["eval/first/accuracy"] + both["eval/all/accuracy"]) / 2)

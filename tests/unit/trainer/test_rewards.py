@@ -21,6 +21,7 @@ from trainer.config.schema import RewardConfig, RewardFunction
 from trainer.errors import UserError
 from trainer.rewards import RewardError, RewardPool, RewardResult, bind_rewards
 from trainer.rewards.functions import FormatRegex, exact_match, math_verify, numeric_match
+from trainer.rewards.loading import OFFERED
 
 LOOP = asyncio.Runner()  # a pool is used on one event loop
 ROGUE = textwrap.dedent('''
@@ -79,7 +80,6 @@ UNUSABLE = {
     "inf": "returned inf, which is not a finite float32",
     "large": "returned 1e+39, which is not a finite float32",
     "larger": "returned inf, which is not a finite float32",
-    "none": "returned NoneType, which is not a number",
     "text": "returned str, which is not a number",
 }
 
@@ -297,6 +297,20 @@ def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: st
         assert lonely.take_counts() == {"reward/calls": 2.0, "reward/errors/rogue": 0.0}
 
 
+def test_functions_that_return_none_abstain_and_count_as_calls_without_errors(rogue: str) -> None:
+    with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], workers=1)) as alone:
+        assert score(alone, "none", "good") == [
+            RewardResult(0.0, {}, abstained=True),
+            RewardResult(1.0, {"rogue": 1.0}),
+        ]
+        assert alone.take_counts() == {"reward/calls": 2.0, "reward/errors/rogue": 0.0}
+    functions = [RewardFunction(name=rogue, weight=2.0), RewardFunction(name="exact_match", weight=0.5)]
+    with RewardPool(RewardConfig(functions=functions, workers=1)) as several:
+        assert score(several, "none") == [RewardResult(0.0, {"exact_match": 0.0})]
+        (failed,) = score(several, "none", row={"answer": None})
+    assert (failed.unusable, failed.abstained, failed.failures) == (True, False, {"exact_match": "raised"})
+
+
 def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
     """Each term is finite: 1e35 times its weight, and two of 3e38 together."""
     large, product = 3e38, RewardFunction(name=rogue, weight=1e5, kwargs={"factor": 1e35})
@@ -336,8 +350,8 @@ def test_the_run_ends_only_past_the_error_rate(rogue: str) -> None:
     with pytest.raises(RewardError, match=r"'rogue' failed in 11 of 100 calls \(11%\).*on another rank"):
         pool.check_error_rate(counts | {"reward/errors/rogue": 11.0})
     with pool:
-        score(pool, "none", "raise")
-    with pytest.raises(RewardError, match=r"'rogue' failed in 2 of 2 .*first error: it returned None"):
+        score(pool, "nan", "raise")
+    with pytest.raises(RewardError, match=r"'rogue' failed in 2 of 2 .*first error: it returned nan"):
         pool.check_error_rate(pool.take_counts())
 
 
@@ -462,8 +476,8 @@ def signatures(tmp_path: Path) -> Path:
     ("name", "kwargs", "keywords"),
     [
         ("bare", {}, set()),
-        ("asks", {"more": 1}, {"prompt", "row", "answer", "finish_reason", "images", "trajectory"}),
-        ("swallows", {}, {"prompt", "row", "answer", "finish_reason", "images", "trajectory"}),
+        ("asks", {"more": 1}, set(OFFERED)),
+        ("swallows", {}, set(OFFERED)),
         ("needs", {"colour": "red"}, set()),
         ("later", {}, set()),
         ("tools_used", {}, {"trajectory"}),
@@ -476,7 +490,7 @@ def test_signatures_that_fit_are_accepted(signatures: Path, name: str, kwargs: d
     assert reward.label == name
     seen = Trajectory(0, 0, [1], metrics={"tools/calls": 1.0})
     offered = {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop", "images": (), "trajectory": seen}
-    assert reward("text", offered) == 1.0
+    assert reward("text", offered | {"opened": ""}) == 1.0
 
 
 def test_rewards_may_be_async_and_see_the_trajectory(signatures: Path) -> None:
@@ -510,8 +524,8 @@ def test_functions_with_the_signature_of_trl_are_called_with_lists_of_one(tmp_pa
     seen = Trajectory(0, 0, [1], [6, 7, 8], [0, 1, 1], [0.0] * 3, answer_start=1)
     offered = {"prompt": "rendered", "row": row, "answer": None, "finish_reason": "stop", "trajectory": seen}
     bound = bind_rewards(specs)
-    assert [reward("2", offered) for reward in bound] == [0.5, 0.5, 0.0]
-    assert [reward("3", offered) for reward in bound] == [0.0, 0.5, 0.0]
+    assert [reward("2", offered) for reward in bound] == [0.5, 0.5, None]
+    assert [reward("3", offered) for reward in bound] == [0.0, 0.5, None]
     assert ["trajectory" in reward.keywords for reward in bound] == [True, False, False]
     with pytest.raises(ValueError, match="2 rewards for one completion"):
         bind_rewards([(f"{file}:two", {})])[0]("2", offered)
@@ -526,7 +540,7 @@ def test_rewards_that_trl_ships_give_here_what_they_give_there() -> None:
     row = {"prompt": [{"role": "user", "content": "?"}]}
     for text in ("<think>so</think>\nyes", "yes"):
         theirs = rewards.think_format_reward(completions=[[{"role": "assistant", "content": text}]])
-        assert bound(text, {"prompt": "?", "row": row}) == theirs[0]
+        assert bound(text, {"prompt": "?", "row": row, "opened": ""}) == theirs[0]
 
 
 def test_a_name_alone_is_a_reward_function() -> None:

@@ -281,6 +281,19 @@ def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() ->
     assert got[0] == pytest.approx(1.731, abs=1e-3) and got[1] == pytest.approx(1.732, abs=1e-3)
 
 
+def test_separate_rewards_compare_only_the_answers_that_a_function_has_judged() -> None:
+    config = make_config(algorithm={"combine_rewards": "normalize_then_sum"})
+    all_parts = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"b": 0.0}, {"a": 3.0}]
+    step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(all_parts)]
+    for trajectory in step:
+        parts = trajectory.reward_parts
+        trajectory.reward = parts.get("a", 0.0) + 0.5 * parts.get("b", 0.0)
+    first = relative([1.0, 0.0, 3.0], True)
+    second = relative([0.5, 1.0, 0.0], True)
+    expected = [first[0] + 0.5 * second[0], first[1] + 0.5 * second[1], 0.5 * second[2], first[2]]
+    assert first_advantages(step, config) == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("instead", [0.0, -1.0])
 def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> None:
     """The answer counts as one with `reward.error_reward` from the function, and the other answers are not affected."""
@@ -290,6 +303,7 @@ def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> Non
     for trajectory in step:
         parts = trajectory.reward_parts
         trajectory.reward = 0.25 + (parts["a"] + 0.5 * parts["b"] if "b" in parts else instead)
+        trajectory.reward_error = "" if "b" in parts else "b failed"
     expected = [
         a + 0.5 * b
         for a, b in zip(relative([1.0, 0.0, 1.0, 1.0], True), relative([0.5, 1.0, 1.0, instead], True), strict=True)

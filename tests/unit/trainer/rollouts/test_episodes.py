@@ -262,6 +262,62 @@ def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_grou
     assert "returned nan" in errors[3] and errors[4] == ""
 
 
+TASKS = """
+def plain(completion, *, row): return None if "plain" in row["abstains"] else 0.5
+def trl(completions, abstains, **columns): return [None if "trl" in names else 2.0 for names in abstains]
+"""
+
+
+def test_an_answer_from_which_all_functions_abstain_leaves_its_group(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(TASKS)
+    settings = {"functions": [f"{tmp_path}/f.py:plain", {"name": f"{tmp_path}/f.py:trl", "weight": 0.25}], "workers": 1}
+    tokenizer = small_tokenizer()
+    abstains = ["", "plain", "trl", "plain trl", "plain trl"]
+    done = [Trajectory(0, sample, [4], [5], [1], [-1.0]) for sample in range(len(abstains))]
+    done[4].reward_parts = {"environment": 0.0}  # a reward of its own, so nothing is missing
+    with RewardPool(RewardConfig.model_validate(settings)) as rewards:
+        pool = Pool(None, tokenizer, rewards, None, plan())  # type: ignore[arg-type]
+
+        async def judge() -> None:
+            for trajectory, names in zip(done, abstains, strict=True):
+                await pool.score(trajectory, Prompt(0, (4,), {"abstains": names, "prompt": "?"}))
+
+        asyncio.run(judge())
+        assert rewards.take_counts() == {"reward/calls": 5.0, "reward/errors/plain": 0.0, "reward/errors/trl": 0.0}
+    answers = as_answers(done)
+    check_failures(answers, 0.0)
+    assert [answer.reward for answer in answers] == [0.5 + 0.5, 0.5, 0.5, 0.0, 0.0]
+    ((*group,),) = make_groups(answers)
+    assert [episode[-1].sample_index for episode in group] == [0, 1, 2, 4]
+    figures = rollout_metrics(answers)
+    rewards_of_judged = [1.0, 0.5, 0.5, 0.0]
+    mean = sum(rewards_of_judged) / 4
+    deviation = (sum((reward - mean) ** 2 for reward in rewards_of_judged) / 4) ** 0.5
+    expected = {
+        "mean": mean,
+        "std": deviation,
+        "errors": 0,
+        "abstained": 1,
+        "plain": 0.5,
+        "trl": 2.0,
+        "environment": 0.0,
+    }
+    assert {key: figures[f"reward/{key}"] for key in expected} == pytest.approx(expected)
+    assert figures["rollout/failed"] == 0
+    rows = answer_rows(answers, [Prompt(0, (4,), {})], tokenizer)
+    assert [(row["reward"], row["error"]) for row in rows] == [(1.0, ""), (0.5, ""), (0.5, ""), (None, ""), (0.0, "")]
+    assert list(failure_lines(answers, figures)) == []
+    assert "abstained from every answer" in next(failure_lines(answers[3:4], {}))
+
+
+def test_only_the_last_answer_of_an_episode_has_to_be_judged() -> None:
+    first, last = (Trajectory(0, 0, [4], [5], [1], [-1.0], reward=1.0) for _ in range(2))
+    first.abstained = True
+    assert len(make_groups(as_answers([first, last]))) == 1
+    last.abstained = True
+    assert make_groups(as_answers([first, last])) == []
+
+
 def test_figures_of_the_run_win_over_rewards_of_the_same_name() -> None:
     """A client or an environment may give its rewards any name."""
     parts = {"mean": -7.0, "std": 99.0, "errors": 5.0, "own": 3.0}
