@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine, Leader
+from generation.engine.lifecycle import Memory
 from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.replicas import ReplicatedEngine, join_cluster
 from generation.engine.sampling import SamplingSettings
@@ -98,6 +99,17 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
     except ValueError as error:
         raise UserError(f"engine.placement: {error}") from error
     return _start(ReplicatedEngine(settings, engine.replicas, engine.restarts), engine.start_timeout_s)
+
+
+def put_to_sleep(leader: Leader | None, timeout: float) -> None:
+    """Put a started engine to sleep, before models are built that need its memory; nothing for one that sleeps.
+
+    Weights that no sync brings stay: those under adapters, and those that the trainer is going to share.
+    """
+    if leader is not None and leader.engine.state.memory is Memory.AWAKE:
+        settings = leader.engine.settings
+        level = 1 if settings.lora_rank or settings.shared_weights else 2
+        leader.thread.run(leader.engine.sleep(level), timeout, "putting the engine to sleep")
 
 
 def rank_device(config: TrainConfig) -> torch.device:

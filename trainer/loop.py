@@ -79,7 +79,6 @@ class RLTrainer:
             self.restarts.sharding = self.sharding
             try:
                 self.sharding.connect()
-                self.sharding.sleep()
             except RemoteError as failure:
                 self.restarts.after(failure, self.policy, *self.tenants)
         self.source = build_source(start, self.sharding, resources, give_up=lambda: self.keeper.late_to_leave())

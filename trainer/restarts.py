@@ -22,7 +22,7 @@ from sharding.manager import ShardingManager, Tenant
 from sharding.ranks import RemoteError, agreed, exchange
 from trainer.config.schema import TrainConfig
 from trainer.distributed import say
-from trainer.engines import start_engine
+from trainer.engines import put_to_sleep, start_engine
 from trainer.rollouts.pool import StepAbandoned
 from trainer.run.watchdog import Watchdog
 
@@ -48,18 +48,22 @@ class EngineRestarts:
         self._deaths: list[tuple[float, str]] = []  # time by rank 0's clock (s), and a description
 
     def first_start(self) -> Leader | None:
-        """Starts and returns this rank's engine, if it leads one. Collective.
+        """Start this rank's engine, if it leads one, and return it asleep. Collective.
 
-        An engine whose core is killed during its start is started again. Raises RemoteError on other failures.
+        An engine whose core is killed during its start, or that dies before it sleeps, is started again. Raises
+        RemoteError on other failures.
         """
         while True:
             try:
                 with agreed("starting the engine"):
                     self._leader = self._leader or start_engine(self._config, self._device.type == "cuda")
+                    self._start_again()
+                with agreed("putting the engine to sleep"):
+                    put_to_sleep(self._leader, self._config.engine.start_timeout_s)
                 return self._leader
             except RemoteError as failure:
                 killed = killed_at_start(failure.__cause__)
-                self._count("it was killed while it started" if killed else "", failure)
+                self._count("it was killed while it started" if killed else self._death(), failure)
 
     def after(self, failure: RemoteError, *tenants: Tenant, may_leave: bool = False) -> None:
         """Restarts dead engines after a failed generation shift, and returns with all engines asleep. Collective.

@@ -110,10 +110,11 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
 
 
 def start_engine(start: Start, resources: ExitStack) -> None:
-    """Starts this rank's engine and its reward workers, if it leads one. Collective among all ranks of the run.
+    """Start this rank's engine and its reward workers, if it leads one. Collective among all ranks of the run.
 
     Call it before the policy is built: vLLM measures free memory while it starts, and asserts that none is freed
-    (https://github.com/vllm-project/vllm/issues/56830).
+    (https://github.com/vllm-project/vllm/issues/56830). The engine is asleep afterwards, as its KV cache and what the
+    trainer is about to build may not fit together.
     """
     config = start.config
     count = engine_workers(config, world_size()) // config.engine.tensor_parallel_size

@@ -107,7 +107,6 @@ class Shifts:
         config = doctor_trials.recipe(folder, "cuda", way, 1)
         config = config.model_copy(update={"sync": config.sync.model_copy(update={"timeout_s": 20, "bucket_mib": 1})})
         self.trial = doctor_trials.Trial(config, self.resources)
-        self.trial.manager.sleep()
         sites.clear()  # those of another way
         self.in_worker("watch_waits()")
         with self.trial.manager.generation_shift(self.trial.policy):

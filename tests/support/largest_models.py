@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from trainer.config.schema import TrainConfig
-from trainer.estimates.memory import GIB, engine_parts, trainer_parts
+from trainer.estimates.memory import COLUMNS, GIB, TIGHT, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, model_sizes
 
 DEVICE_GIB = 79.0  # of an H100 of 80 GB
@@ -60,10 +60,10 @@ def recipe(folder: Path, ranks: int, keys: dict[str, dict[str, Any]]) -> TrainCo
     return TrainConfig.model_validate(sections | {name: sections[name] | values for name, values in keys.items()})
 
 
-def needed(config: TrainConfig, model: ModelSizes, ranks: int) -> tuple[float, float]:
-    """GiB of a device while answers are generated, and while the policy is updated."""
+def needed(config: TrainConfig, model: ModelSizes, ranks: int) -> list[float]:
+    """GiB of a device while the run starts, while answers are generated, and while the policy is updated."""
     parts = [*trainer_parts(config, model, ranks, DEVICE_GIB), *engine_parts(config, model, ranks, DEVICE_GIB)]
-    return sum(part.generating for part in parts) / GIB, sum(part.training for part in parts) / GIB
+    return [sum(getattr(part, column) for part in parts) / GIB for column in COLUMNS]
 
 
 def table() -> str:
@@ -79,14 +79,13 @@ def table() -> str:
                 if ranks > 1 and "sync" in keys:  # shares the weights of one rank
                     continue
                 every = {name: needed(recipe(place, ranks, keys), sizes[name], ranks) for name, place in places.items()}
-                fits = {name: halves for name, halves in every.items() if max(halves) <= DEVICE_GIB}
+                fits = {name: columns for name, columns in every.items() if max(columns) <= TIGHT * DEVICE_GIB}
                 largest = [name for name in MODELS if name in fits][-1]
-                generating, training = fits[largest]
                 # Bytes a parameter in host memory.
                 away = 16 if "update_on" in keys.get("policy", {}) else 12 if "policy" in keys else 0
                 host = f"{away * sizes[largest].total / 1e9:.0f} GB" if away else "–"
                 mixture = "yes" if "mixture" in fits else "no"
-                device = f"{generating:.0f}, {training:.0f} GiB"
+                device = ", ".join(f"{gib:.0f}" for gib in fits[largest])
                 rows.append(f"| {ranks} | {title} | {largest} | {device} | {host} | {mixture} |")
     return "\n".join(rows)
 

@@ -110,19 +110,25 @@ def recipes() -> Iterator[tuple[Path, str, int]]:
             yield file, name, int(count[1])
 
 
-def plan(recipe: Path, name: str, gpus: int, folder: Path) -> dict[str, list[str]]:
+def plan(recipe: Path, name: str, gpus: int, folder: Path, **changes: Any) -> dict[str, list[str]]:
     """The lines that `hotbunk plan` prints for a recipe: a line's first cell, and the others.
 
-    Raises AssertionError, with what was printed, if the plan does not fit.
+    `changes` are those of `write_config`. Raises AssertionError, with what was printed, if the plan does not fit.
     """
-    output = StringIO()
+    output, model = StringIO(), write_config(name, folder, **changes)
     with redirect_stdout(output):
-        words = [str(recipe), "--ranks", str(gpus), "--gpu", "h100", "--model.path", str(write_config(name, folder))]
+        words = [str(recipe), "--ranks", str(gpus), "--gpu", "h100", "--model.path", str(model)]
         assert main(["plan", *words]) == 0, output.getvalue()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.getvalue().splitlines()]
     title = re.search(r"([\d,]+) parameters", output.getvalue())
     assert title is not None
     return {first: rest for first, *rest in rows} | {"parameters": [title[1].replace(",", "")]}
+
+
+def sizes(cells: dict[str, list[str]], name: str) -> list[float]:
+    """A line's GiB while the run starts, while answers are generated and in an update, from what `plan` returned."""
+    columns = cells.get(name, ["", "", ""])[:3]
+    return [float(gib or 0) for gib in columns]
 
 
 def row(recipe: Path, gpus: int, cells: dict[str, list[str]]) -> str:
@@ -131,13 +137,13 @@ def row(recipe: Path, gpus: int, cells: dict[str, list[str]]) -> str:
     policy = config["policy"]
     keys = [f"`{key}: {policy[key]}`" for key in ("update_on", "offload", "expert_parallel") if key in policy]
     trained = f"adapters of rank {config['lora']['rank']}" if "lora" in config else "all weights"
-    device, host = ([float(size or 0) for size in cells.get(name, ["", ""])[:2]] for name in ("sum", "host memory"))
-    answers = re.search(r"(\d+) answers", cells["engine: KV cache"][2])
+    device, host = (sizes(cells, name) for name in ("sum", "host memory"))
+    answers = re.search(r"(\d+) answers", cells["engine: KV cache"][3])
     assert answers is not None
     columns = [
         f"`{recipe.stem}`",
         ", ".join([trained, *keys]),
-        f"{device[0]:.0f}, {device[1]:.0f}",
+        ", ".join(f"{gib:.0f}" for gib in device),
         f"{gpus * max(host):.0f}" if max(host) else "–",
         f"{gpus // config['engine'].get('tensor_parallel_size', 1)} × {answers[1]}",
         f"{float(cells['step'][0]):.0f}",

@@ -29,7 +29,7 @@ from trainer.config.machine import ALLOCATOR_VARIABLES, without_expandable_segme
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.ways import local_ranks, with_chosen_way
-from trainer.estimates.memory import GIB, engine_parts, trainer_parts
+from trainer.estimates.memory import COLUMNS, GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
 from trainer.run.screen import WIDTH, make_console
@@ -280,7 +280,7 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
     model = model_sizes(config, config.model.path, config.lora)
     total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
-    needed = max(sum(part.generating for part in parts), sum(part.training for part in parts)) / GIB
+    needed = max(sum(getattr(part, column) for part in parts) for column in COLUMNS) / GIB
     remedy = f"hotbunk plan {path} shows the parts; set policy.offload or policy.shard_size, or use more ranks"
     wanted = f"at most {total:.1f} GiB a rank"
     yield _finding("room for the recipe", f"{needed:.1f} GiB", wanted, needed <= total, remedy)

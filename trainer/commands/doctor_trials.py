@@ -29,7 +29,7 @@ from trainer.build import build_models, build_sharding
 from trainer.commands.doctor import Finding
 from trainer.config.schema import TrainConfig
 from trainer.distributed import destroy_process_group, init_process_group
-from trainer.engines import rank_device, start_engine, stop_engine
+from trainer.engines import put_to_sleep, rank_device, start_engine, stop_engine
 from trainer.learning.batching import micro_batches
 from trainer.policy import Outputs
 from trainer.run import processes
@@ -93,6 +93,10 @@ class Trial:
             self.leader = start_engine(config, self.device.type == "cuda")
         resources.callback(stop_engine, self.leader)
         self.start_seconds = time.perf_counter() - began
+        awake = self.engine_bytes()
+        with agreed("putting the engine to sleep"):
+            put_to_sleep(self.leader, config.engine.start_timeout_s)
+        self.released_bytes = awake - self.engine_bytes()  # when the engine fell asleep, before models were built
         self.policy, _, _ = build_models(config, self.device)
         manager = build_sharding(config, self.policy, self.leader)
         assert isinstance(manager, ShardingManager)  # engines are on the ranks' devices
@@ -175,9 +179,7 @@ def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
 
 def report_sleep(trial: Trial, report: ReportFn) -> None:
     """Reports the memory that a sleeping engine releases: the weights and, if allocated in advance, the KV cache."""
-    awake = trial.engine_bytes()
-    trial.manager.sleep()
-    released = (awake - trial.engine_bytes()) / MIB
+    released = trial.released_bytes / MIB
     held = sum(p.numel() for _, p in trial.policy.named_parameters()) * (2 if trial.device.type == "cuda" else 4) / MIB
     wanted = 0.8 * (held + (KV_CACHE_GIB * 1024 if trial.device.type == "cuda" else 0))
     remedy = "vLLM's sleep mode does not free memory here: set engine.sleep to false, if trainer and engine both fit"
@@ -201,7 +203,6 @@ def report_syncs(trial: Trial, report: ReportFn) -> MicroBatch:
 
 def zero_copy(trial: Trial, report: ReportFn) -> None:
     """Tries policy and engine in one memory, where later syncs move nothing."""
-    trial.manager.sleep()
     report_syncs(trial, report)
     with trial.manager.generation_shift(trial.policy):
         moved = trial.manager.report.nbytes
@@ -211,7 +212,6 @@ def zero_copy(trial: Trial, report: ReportFn) -> None:
 
 def pull(trial: Trial, report: ReportFn) -> None:
     """Tries an engine that reads the policy's shards, where later syncs stage nothing and map nothing again."""
-    trial.manager.sleep()
     report_shifts(trial, report_syncs(trial, report), report)
     with trial.manager.generation_shift(trial.policy):
         staged, seconds = trial.manager.report.staging_bytes, trial.manager.report.seconds["sync"]

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.host_memory import host_part
 from trainer.estimates.layouts import comparison
-from trainer.estimates.memory import GIB, engine_parts, over_budget, trainer_parts
+from trainer.estimates.memory import COLUMNS, GIB, TIGHT, engine_parts, over_budget, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
 from trainer.estimates.time import Lengths, step_costs, step_flops, update_amount
 from trainer.run.screen import make_console
@@ -82,10 +82,21 @@ def main(arguments: argparse.Namespace) -> int:
         for sentence in comparison(config, model, ranks, gpu, lengths) if ranks > 1 else ():
             console.print(sentence)
     if resolve_device(config) == "cuda":
-        problems += over_budget(config, model, training, total)
+        exceeded = list(over_budget(config, model, training, total, share=1.0))
+        problems += exceeded
+        if not exceeded:
+            console.print(verdict(config, model, training, total))
     if problems:
         raise UserError(*problems)
     return 0
+
+
+def verdict(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> str:
+    """A sentence about a plan that fits a GPU, which warns of columns that take nearly all of it."""
+    tight = list(over_budget(config, model, ranks, device_gib, share=TIGHT))
+    if not tight:
+        return f"It fits: no column takes more than {TIGHT:.0%} of the device"
+    return "\n".join(f"It fits with less than {1 - TIGHT:.0%} to spare: {sentence}" for sentence in tight)
 
 
 def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
@@ -142,17 +153,18 @@ def route_bytes(path: str) -> int:
 def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> RenderableType:
     """A table of all parts of a rank's memory and their sums, which all ranks share on CPU, and none does on CUDA."""
     parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
-    columns = [Column(heading, justify="right") for heading in ("generating", "training")]
+    columns = [Column(heading, justify="right") for heading in COLUMNS]
     title = f"GiB of a rank; {model.total:,} parameters"
     table = Table("", *columns, "", title=title, title_justify="left", header_style="bold")
     for part in parts:
-        table.add_row(part.name, _gib(part.generating), _gib(part.training), part.remark)
+        table.add_row(part.name, *(_gib(getattr(part, column)) for column in COLUMNS), part.remark)
     table.add_section()
     of = f"of {device_gib:.1f} GiB" if resolve_device(config) == "cuda" else f"times {ranks}, of {device_gib:.1f} GiB"
-    table.add_row("sum", _gib(sum(p.generating for p in parts)), _gib(sum(p.training for p in parts)), of)
+    sums = (sum(getattr(part, column) for part in parts) for column in COLUMNS)
+    table.add_row("sum", *map(_gib, sums), of)
     host = host_part(config, model, ranks)
     if host.generating or host.training:
-        table.add_row(host.name, _gib(host.generating), _gib(host.training), host.remark)
+        table.add_row(host.name, *(_gib(getattr(host, column)) for column in COLUMNS), host.remark)
     return table
 
 

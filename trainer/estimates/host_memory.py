@@ -38,7 +38,7 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
             unmoved = policy.model_copy(update={"offload_activations": False})
             staying, total = (activation_bytes(config, keys, model, ranks)[1] for keys in (policy, unmoved))
             training += total - staying
-    return MemoryPart("host memory", generating, training, "of each rank, in place of its device's")
+    return MemoryPart("host memory", generating, training, "of each rank, in place of its device's", generating)
 
 
 def _learners(config: TrainConfig, model: ModelSizes) -> list[ModelSizes]:

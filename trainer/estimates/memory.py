@@ -9,7 +9,7 @@ Legend: w is the number of bytes of an element in the compute dtype.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,16 @@ graphs with their workspaces."""
 MARGIN = 1.05
 """The factor by which the sum may exceed the device's memory, since the sum is right to a few per cent."""
 
+COLUMNS = {
+    "starting": "while the run starts",
+    "generating": "while answers are generated",
+    "training": "while the policy is updated",
+}
+"""The columns of `MemoryPart`, in the order of a run, in words."""
+
+TIGHT = 0.95
+"""The share of a device above which a plan that fits is said to be tight."""
+
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "conv")  # of a model's `layer_types`
 
 _NAMED = 4  # number of largest parts that a sentence names
@@ -58,12 +68,18 @@ _NAMED = 4  # number of largest parts that a sentence names
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A part of one rank's device memory, in bytes, while answers are generated and while the policy is updated."""
+    """A part of one rank's device memory, in bytes: while answers are generated, and while the policy is updated.
+
+    `starting` is the part's size while the run starts: from when models are built, while the engine sleeps, to the
+    end of the first sync, which fills the engine's weights and precedes the KV cache. Before that the engine starts
+    alone, which takes less than generating.
+    """
 
     name: str
     generating: float
     training: float
     remark: str = ""
+    starting: float = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
         hybrid = policy.shard_size not in (None, ranks)
         models = len(learners) + bool(algorithm.kl_coef or algorithm.teacher)
         size = _CONTEXT + (_COMMUNICATOR * models * (2 if hybrid else 1) if ranks > 1 else 0)
-        parts.append(MemoryPart("CUDA and NCCL", size, size, "by estimate"))
+        parts.append(MemoryPart("CUDA and NCCL", size, size, "by estimate", starting=size))
     # Policy and critic are updated one after the other.
     moments = [_largest_moment(config, learner, ranks, device_gib) for learner in learners]
     most = max(moments, key=lambda moment: moment.total)
@@ -142,34 +158,71 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
     staging_remark = "during a sync" + (f", {first / GIB:.2f} the first time" if first > later else "")
     held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
+    weights_asleep = weights if config.sync.way == "zero_copy" else asleep * weights
+    kv_asleep = asleep * kv_cache
+    held_remark = "by estimate; also while it sleeps" if held else ""
     return [
-        MemoryPart("engine: weights", weights, weights if config.sync.way == "zero_copy" else asleep * weights),
-        MemoryPart("engine: KV cache", kv_cache, asleep * kv_cache, fitting),
-        MemoryPart("engine: CUDA and its graphs", held, held, "by estimate; also while it sleeps" if held else ""),
-        MemoryPart("staging buffers", later, 0, staging_remark),
+        MemoryPart("engine: weights", weights, weights_asleep, starting=weights),
+        MemoryPart("engine: KV cache", kv_cache, kv_asleep, fitting, starting=kv_asleep),
+        MemoryPart("engine: CUDA and its graphs", held, held, held_remark, starting=held),
+        MemoryPart("staging buffers", later, 0, staging_remark, starting=first),
     ]
 
 
-def over_budget(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> Iterator[str]:
-    """Yields a sentence, with the largest parts, for each half of a step in which a rank exceeds its device's memory.
+def over_budget(
+    config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float, share: float = MARGIN
+) -> Iterator[str]:
+    """Yield a sentence, with the largest parts and what makes them smaller, for each column that does not fit.
 
-    `ranks` is the number of ranks that train.
+    A column fits if its sum is at most `share` of the device's memory. `ranks` is the number of ranks that train.
     """
     trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
     crews = [trainer, engine] if placement(config).apart else [[*trainer, *engine]]
-    halves = [
-        (what, {part.name: getattr(part, half) / GIB for part in parts})
-        for parts in crews
-        for what, half in (("while answers are generated", "generating"), ("while the policy is updated", "training"))
-    ]
-    for what, sizes in halves:
-        if (total := sum(sizes.values())) > MARGIN * device_gib:
-            largest = sorted(sizes.items(), key=lambda item: -item[1])[:_NAMED]
-            named = ", ".join(f"{name} {size:.1f}" for name, size in largest if size)
+    for parts in crews:
+        for column, when in COLUMNS.items():
+            sizes = {part.name: getattr(part, column) / GIB for part in parts}
+            total = sum(sizes.values())
+            if total <= share * device_gib:
+                continue
+            by_size = sorted(sizes, key=lambda name: -sizes[name])
+            largest = [name for name in by_size[:_NAMED] if sizes[name]]
+            named = ", ".join(f"{name} {sizes[name]:.1f}" for name in largest)
+            remedies = ", ".join(dict.fromkeys(_remedies(config, column, largest)))
             yield (
-                f"{what} a rank needs {total:.1f} GiB, and its device has {device_gib:.1f} ({named}): lower "
-                "engine.kv_cache_gib or batch.tokens_per_micro_batch, or use more ranks; hotbunk plan shows all parts"
+                f"{when} a rank needs {total:.1f} GiB, and its device has {device_gib:.1f} ({named}): {remedies}, "
+                "or use more ranks; hotbunk plan shows all parts"
             )
+
+
+def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Iterator[str]:
+    """Yield what makes the largest parts of a column smaller and is not set yet, for the largest part first."""
+    policy, engine = config.policy, config.engine
+    state = []
+    if policy.offload == "none" and policy.update_on == "device" and column != "training":
+        state.append("set policy.offload: all")
+    if policy.update_on == "device":
+        state.append("set policy.update_on: host")
+    if not config.lora.rank:
+        state.append("set lora.rank")
+    activations = ["lower batch.tokens_per_micro_batch"]
+    if policy.activation_checkpointing != "full":
+        activations.insert(0, "set policy.activation_checkpointing: full")
+    cache = "lower engine.gpu_memory_utilization" if engine.kv_cache_gib is None else "lower engine.kv_cache_gib"
+    if column != "generating":
+        cache = "set engine.sleep: true"
+    remedies = {
+        "float32 weights": state,
+        "optimizer state": state,
+        "gradients": state,
+        "weights to compute with": state,
+        "weights": ["raise engine.tensor_parallel_size"],
+        "KV cache": [cache],
+        "activations": activations,
+        "logits": activations[-1:],
+        "staging buffers": ["lower sync.bucket_mib"],
+    }
+    for name in largest:
+        yield from remedies.get(name.rpartition(": ")[2], [])
 
 
 def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> float:
@@ -270,12 +323,20 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     put_away = ("none", "optimizer", "all").index(policy.offload) if resolve_device(config) == "cuda" else 0
     on_host = updates_on_host(config)
     on_device = 0 if on_host else trained
+    in_place = config.sync.way == "zero_copy" and name == "policy"  # the policy computes with the engine's weights
+    # Models under FSDP2 are built where they are while engines are awake; the first sync needs the policy's weights.
+    built_away = put_away and not deepspeed and not in_place
+    built_weights = 0 if built_away and name != "policy" else 1
     parts = []
     if deepspeed or (model.adapters and not on_host):
         kept = width * (model.total if deepspeed and stage < 3 else shard(model.shapes, shards))
-        parts.append(MemoryPart(f"{name}: weights to compute with", 0 if put_away == 2 else kept, kept))
+        generating = 0 if put_away == 2 else kept
+        compute = f"{name}: weights to compute with"
+        parts.append(MemoryPart(compute, generating, kept, starting=built_weights * kept))
+    elif in_place:
+        remark = "the policy's own, until the first sync ends"
+        parts.append(MemoryPart(f"{name}: weights to compute with", 0, 0, remark, starting=width * model.total))
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
-    in_place = config.sync.way == "zero_copy" and name == "policy"  # the policy computes with the engine's weights
     masters = 0 if in_place and width == _FLOAT32 else _FLOAT32 * on_device
     moments = 0 if on_host else optimizer_bytes(policy, model, shards)
     gradients = trained if deepspeed else on_device
@@ -284,13 +345,16 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     # ZeRO-3 allocates both of its gradient buffers once (`IPGBucketZ3` and `grad_partitions_flat_buffer` in
     # deepspeed/runtime/zero/stage3.py).
     if deepspeed and stage == 3:
-        parts.append(MemoryPart(f"{name}: bucket of gradients", _FLOAT32 * ZERO_BUCKET, _FLOAT32 * ZERO_BUCKET))
-    lasting = _FLOAT32 * trained if deepspeed and stage == 3 and not put_away else 0
+        bucket = _FLOAT32 * ZERO_BUCKET
+        parts.append(MemoryPart(f"{name}: bucket of gradients", bucket, bucket, starting=bucket))
+    lasting = _FLOAT32 * trained if deepspeed and stage == 3 else 0
     return [
         *parts,
-        MemoryPart(f"{name}: float32 weights", stays * masters, masters),
-        MemoryPart(f"{name}: optimizer state", 0 if put_away else moments, moments),
-        MemoryPart(f"{name}: gradients", lasting, _FLOAT32 * gradients),
+        MemoryPart(f"{name}: float32 weights", stays * masters, masters, starting=built_weights * masters),
+        MemoryPart(
+            f"{name}: optimizer state", 0 if put_away else moments, moments, starting=0 if built_away else moments
+        ),
+        MemoryPart(f"{name}: gradients", 0 if put_away else lasting, _FLOAT32 * gradients, starting=lasting),
     ]
 
 
@@ -302,7 +366,8 @@ def updates_on_host(config: TrainConfig) -> bool:
 def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
     held = compute_width(config.policy) * shard(model.shapes, shards_of(config.policy, ranks))
     away = config.policy.offload_reference is not False and resolve_device(config) == "cuda"
-    return MemoryPart(f"{name}: weights", 0 if away else held, held, "while it scores" if away else "")
+    stays = 0 if away else held
+    return MemoryPart(f"{name}: weights", stays, held, "while it scores" if away else "", starting=stays)
 
 
 def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_gib: float) -> _Moment:

@@ -3,7 +3,7 @@
 `ShardedModel` is a model with its optimizer, the common base of the policy and the critic.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,7 +28,14 @@ from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
 from trainer.policy.optimizer import Figures, Updates
-from trainer.policy.optimizers import make_optimizer, saved_state, set_steps, starts_without_state, state_tensors
+from trainer.policy.optimizers import (
+    make_optimizer,
+    move_state,
+    saved_state,
+    set_steps,
+    starts_without_state,
+    state_tensors,
+)
 from trainer.policy.routing import Routing, asked_routers
 from trainer.policy.tied import add_rows_to_head
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
@@ -52,7 +59,11 @@ class ShardedModel(Offloadable):
         start: hf_format.StartValue = lambda name, shape: None,  # see `hf_format.load_sharded`
     ) -> None:
         """Shards and loads the model. Between calls its parameters are DTensors, sharded on dimension 0."""
-        super().__init__(settings.offload, lambda: state_tensors(self.optimizer), self._weights)
+        super().__init__(
+            settings.offload,
+            lambda: self._on_device(state_tensors(self.optimizer)),
+            lambda: self._on_device(self._weights()),
+        )
         self.module = module
         self.model = model
         self.source = source
@@ -60,6 +71,7 @@ class ShardedModel(Offloadable):
         self.config = settings
         self._on_host = trainable and settings.update_on == "host"
         self.home = torch.device("cpu") if self._on_host else device  # where weights and optimizer state stay
+        self.birthplace = self._birthplace(trainable)  # where they are made
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
         if not trainable:
@@ -68,6 +80,7 @@ class ShardedModel(Offloadable):
         self._load(start)
         if trainable:
             self.optimizer = make_optimizer(self.trained(), hidden_matrices(model), settings)
+        self._state_to_move = trainable and self.birthplace != self.home
 
     @property
     def work(self) -> Work:
@@ -121,10 +134,26 @@ class ShardedModel(Offloadable):
         self.updates.restore(state["counters"])
         set_steps(self.optimizer, self.version)
 
+    def _birthplace(self, trainable: bool) -> torch.device:
+        """Host memory for what is there while engines are awake: the device may never have room for all of it."""
+        settings = self.config
+        away = settings.offload != "none" if trainable else settings.offload_reference is not False
+        return torch.device("cpu") if away and self.device.type == "cuda" else self.home
+
     def _load(self, start: hf_format.StartValue) -> None:
-        hf_format.load_sharded(self.model, self.source, self.home, start)
-        for buffer in self.module.buffers() if self.home != self.device else ():
+        hf_format.load_sharded(self.model, self.source, self.birthplace, start)
+        for buffer in self.module.buffers() if self.birthplace != self.device else ():
             buffer.data = buffer.to(self.device)  # FSDP2 moves parameters alone
+
+    def _move_weights(self) -> None:
+        """Moves weights that were made in host memory to the device, before they are used for the first time."""
+        made_elsewhere = self.birthplace != self.home
+        if made_elsewhere and next(self.module.parameters()).device.type != self.device.type:
+            self.module.to(self.device)
+
+    def _on_device(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the tensors that are where the model computes, and so could be put away."""
+        return (tensor for tensor in tensors if tensor.device.type == self.device.type)
 
     def _weights(self) -> Iterator[Tensor]:  # a generation shift does not need them once the engines have them
         return self.module.parameters()
@@ -192,6 +221,7 @@ class ShardedModel(Offloadable):
     @torch.no_grad()
     def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
         """The results of `forward` for each batch, in evaluation mode and without gradients."""
+        self._move_weights()
         self.module.eval()
         results = [forward(batch) for batch in batches]
         self._reshard()
@@ -202,6 +232,10 @@ class ShardedModel(Offloadable):
 
         Raises TrainingDiverged on all ranks if the last `max_skipped_steps` updates were all skipped.
         """
+        self._move_weights()
+        if self._state_to_move:
+            move_state(self.optimizer, self.device)
+            self._state_to_move = False
         self.module.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
@@ -289,6 +323,8 @@ class FsdpPolicy(ShardedModel, Policy):
         vision, start = hf_format.make_vision(built, source), partial(start_value, seed=lora.seed)
         module = PolicyModule(built, policy.fp32_head, value_head, self.routing, vision)
         super().__init__(module, built, source, policy, device, total_updates, trainable, start)
+        if trainable:
+            self._move_weights()  # the first sync sends them
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         """The outputs for each batch, without gradients. Collective."""
@@ -312,7 +348,7 @@ class FrozenPolicy(FsdpPolicy):
         """Builds, shards and loads the model; arguments as in `FsdpPolicy`."""
         super().__init__(model, policy, device, trainable=False)
         away = device.type == "cuda" if policy.offload_reference is None else policy.offload_reference
-        self._home = Offload(self.module.parameters if away else list, constant=True)
+        self._home = Offload(lambda: self._on_device(self.module.parameters()) if away else [], constant=True)
         self._home.release()
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:

@@ -68,6 +68,17 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (value for state in optimizer.state.values() for _, value in _tensors(state))
 
 
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Moves the state to a device. Optimizers that are neither fused nor capturable keep counts of steps on the CPU."""
+    for group in optimizer.param_groups:
+        counts_move = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if torch.is_tensor(value) and (key != "step" or counts_move):
+                    state[key] = value.to(device)
+
+
 def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
     """Sets the count of steps in the state of every parameter, a tensor or a number."""
     for state in optimizer.state.values():

@@ -22,6 +22,9 @@ class InPlacePolicy(FsdpPolicy):
     device holds the engine's weights, and gradients until they have been copied.
     """
 
+    def _birthplace(self, trainable: bool) -> torch.device:
+        return self.home
+
     def _shard(self) -> None:
         self._compile()
         self._replicas = 1

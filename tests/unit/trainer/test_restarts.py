@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from generation.engine.engine import Engine
+from generation.engine.lifecycle import EngineLifecycle, Memory
+from generation.engine.settings import EngineSettings
 from sharding.ranks import RemoteError, agreed, rank
 from tests.support.learning_steps import make_config, on_ranks
 from trainer import restarts as module
@@ -23,6 +27,13 @@ class DyingEngine:
     def __init__(self, deaths: list[str], starts: list[Exception | None] | None = None) -> None:
         self.deaths, self.starts, self.calls = deaths, starts or [], list[str]()
         self.is_closed, self.engine, self.thread = False, self, self
+        self.state, self.settings = EngineLifecycle(), EngineSettings("none", 64)
+
+    async def sleep(self, level: int) -> None:
+        if self.deaths:
+            raise RuntimeError("the engine is dead")
+        self.state.sleep(keeps_weights=level == 1)
+        self.calls.append(f"sleep {level}")
 
     async def death(self) -> str:
         return self.deaths.pop(0) if self.deaths else ""
@@ -143,7 +154,8 @@ def test_a_first_start_is_repeated_where_a_signal_has_ended_it(
 ) -> None:
     """The text is vLLM's (vllm/v1/engine/utils.py)."""
     error = RuntimeError(f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}")
-    outcomes: list[Any] = [error, "a leader"]
+    engine = DyingEngine([])
+    outcomes: list[Any] = [error, engine]
 
     def start(config: Any, on_cuda: bool) -> Any:
         outcome = outcomes.pop(0)
@@ -153,10 +165,36 @@ def test_a_first_start_is_repeated_where_a_signal_has_ended_it(
 
     monkeypatch.setattr(module, "start_engine", start)
     if codes["EngineCore"] < 0:
-        assert restarts(None).first_start() == "a leader"
+        assert restarts(None).first_start() is engine  # type: ignore[comparison-overlap]
     else:
         with pytest.raises(RemoteError, match="Failed core proc"):
             restarts(None).first_start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"), [({}, 2), ({"lora_rank": 4}, 1), ({"shared_weights": True}, 1), ({"sleep": False}, None)]
+)
+def test_a_started_engine_is_asleep_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], level: int | None
+) -> None:
+    """At the level of all later shifts; without sleep mode nothing happens, and a second time nothing either."""
+    engine = DyingEngine([])
+    engine.settings = EngineSettings("none", 64, **settings)
+    if level is None:
+        monkeypatch.setattr(engine, "sleep", partial(Engine.sleep, engine))  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "start_engine", lambda *_: engine)
+    again = restarts(None)
+    assert again.first_start() is again.first_start() is engine  # type: ignore[comparison-overlap]
+    assert engine.calls == ([] if level is None else [f"sleep {level}"])
+    assert engine.state.memory is (Memory.AWAKE if level is None else Memory.ASLEEP)
+
+
+def test_an_engine_that_dies_before_it_sleeps_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = DyingEngine(["its process 7 has ended"])
+    monkeypatch.setattr(module, "start_engine", lambda *_: engine)
+    again = restarts(None)
+    assert again.first_start() is engine  # type: ignore[comparison-overlap]
+    assert engine.calls == ["close", "start", "sleep 2"] and len(again._deaths) == 1
 
 
 def test_a_restart_does_not_count_for_the_step_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

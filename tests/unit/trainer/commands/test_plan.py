@@ -436,7 +436,7 @@ def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     assert sentence.startswith(start) and "lower engine.kv_cache_gib" in sentence
     kept = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0, "sleep": False})
     assert [problem.partition(" a rank")[0] for problem in over_budget(kept, model, 2, 48.0)] == [
-        "while answers are generated", "while the policy is updated",
+        "while the run starts", "while answers are generated", "while the policy is updated",
     ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 48 * GIB))
     with pytest.raises(UserError, match="its device has 48.0"):

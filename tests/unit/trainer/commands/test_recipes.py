@@ -18,6 +18,7 @@ from tests.support.pictures import picture
 from tests.support.released_models import CONFIGS
 from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
+from trainer.estimates.gpus import GPUS
 from trainer.estimates.host_memory import host_part
 from trainer.estimates.memory import kv_answer_bytes
 from trainer.estimates.model_sizes import model_sizes, shard
@@ -37,9 +38,20 @@ def test_a_plan_fits_the_gpus_and_is_the_tables(file: Path, name: str, gpus: int
     cells = released_models.plan(file, name, gpus, tmp_path)
     published = released_models.PARAMETERS[name]
     assert f"{int(cells['parameters'][0]) / 1e9:.{len(published.partition('.')[2])}f}" == published
-    assert all(float(gib) < 76 for gib in cells["sum"][:2])
+    columns = released_models.sizes(cells, "sum")
+    assert len(columns) == 3 and max(columns) <= 0.95 * GPUS["h100"].memory_gib
     assert released_models.row(file, gpus, cells) in PAGE
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_recipe_for_long_answers_fits_while_it_starts_and_runs(tmp_path: Path) -> None:
+    """Qwen3-14B's sizes (arXiv:2505.09388, table 1); no other recipe has them."""
+    sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
+    file = released_models.RECIPES / "long_answers_qwen3_14b_8gpu.yaml"
+    cells = released_models.plan(file, "Qwen/Qwen3-4B", 8, tmp_path, head_dim=128, tie_word_embeddings=False, **sizes)
+    assert max(released_models.sizes(cells, "sum")) <= 0.95 * GPUS["h100"].memory_gib
+    planned = [file for file, _, _ in released_models.recipes()]
+    assert sorted([*planned, file]) == sorted(released_models.RECIPES.glob("*gpu.yaml"))
 
 
 @pytest.mark.parametrize(("file", "name", "gpus"), RECIPES)
