@@ -158,6 +158,8 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
     staging_remark = "during a sync" + (f", {first / GIB:.2f} the first time" if first > later else "")
     held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
+    # Each rank casts its shards of a bucket before they are gathered.
+    casts = first / BUFFERS / shards_of(config.policy, ranks)
     weights_asleep = weights if config.sync.way == "zero_copy" else asleep * weights
     kv_asleep = asleep * kv_cache
     held_remark = "by estimate; also while it sleeps" if held else ""
@@ -165,7 +167,7 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
         MemoryPart("engine: weights", weights, weights_asleep, starting=weights),
         MemoryPart("engine: KV cache", kv_cache, kv_asleep, fitting, starting=kv_asleep),
         MemoryPart("engine: CUDA and its graphs", held, held, held_remark, starting=held),
-        MemoryPart("staging buffers", later, 0, staging_remark, starting=first),
+        MemoryPart("staging buffers", later, 0, staging_remark, starting=first + casts),
     ]
 
 
