@@ -50,10 +50,11 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
+from generation import guardian
 from sharding.wire.group import listen
 from trainer.distributed import PREFIX
 from trainer.errors import UserError
-from trainer.run import guardian, processes, supervisor
+from trainer.run import processes, supervisor
 from trainer.run.records import read_rows
 from trainer.run.screen import own_command
 from trainer.run.watchdog import alarm
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _tell_supervisor(outcome)  # in case this launcher is killed
     try:
         _stay_private(args)
-        processes.adopt_orphans()  # all processes of the run stay below this one when their parents end
+        guardian.adopt_orphans()  # all processes of the run stay below this one when their parents end
         run(args)
         return 0
     except ChildFailedError as failed:

@@ -1,9 +1,12 @@
 """An asynchronous vLLM engine with an explicit life cycle, held by the leader of an engine group."""
 
 import asyncio
+import atexit
 import gc
 import itertools
 import math
+import os
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 
+from generation import guardian
 from generation.engine import vllm_compat
 from generation.engine.image_inputs import EngineImages
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
@@ -32,6 +36,9 @@ Stream = AsyncGenerator["RequestOutput", None]
 """The outputs of one request, as vLLM produces them."""
 
 _ANSWER_SECONDS = 5.0  # time within which living workers answer, and the processes of a dead engine end
+_running: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+"""The engines of this process that have processes."""
+os.register_at_fork(after_in_child=_running.clear)
 
 
 class WorkerError(RuntimeError):
@@ -64,6 +71,7 @@ class Engine:
         self.adapter: int | None = None
         self.not_finite: float | None = None
         self.preemptions = 0
+        self._folder: Path | None = None
         self._llm: AsyncLLM | None = None
         self._images: EngineImages | None = None
         self._worker_memory: set[Path] = set()
@@ -80,7 +88,15 @@ class Engine:
         self._images = None
         if self.settings.keyed_noise:
             stat_loggers = [*(stat_loggers or ()), vllm_compat.step_logger(self._note_step)]
-        self._llm = vllm_compat.start_async_llm(self.settings, stat_loggers)
+        if self._folder is None:
+            self._folder, lock = guardian.private_folder("engine")
+            weakref.finalize(self, _delete, self._folder, lock, os.getpid())
+        # Again, since the last one that was registered is called first at the end of this process: before
+        # multiprocessing's, which terminates the core, which vLLM would report as its death.
+        atexit.unregister(_close_running)
+        atexit.register(_close_running)
+        _running.add(self)
+        self._llm = vllm_compat.start_async_llm(self.settings, self._folder, stat_loggers)
         self._processes = vllm_compat.engine_processes(self._llm)
         if self.settings.on_cpu and self.settings.tensor_parallel_size > 1:
             self._worker_memory = vllm_compat.worker_memory()
@@ -98,6 +114,16 @@ class Engine:
         if self._llm is None:
             raise EngineStateError(f"the engine for {self.settings.model} is not running")
         return self._llm
+
+    @property
+    def folder(self) -> Path:
+        """The private folder (mode 0700) for sockets, from the first `start` on.
+
+        It is deleted when this object is collected, or when the process has ended, however it ends.
+        """
+        if self._folder is None:
+            raise EngineStateError(f"the engine for {self.settings.model} was not started, and has no folder yet")
+        return self._folder
 
     @property
     def caches_prefixes(self) -> bool:
@@ -316,9 +342,12 @@ class Engine:
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
         """Update the weights by a method of the worker extension, and return the workers' outcomes.
 
-        Either every worker has received all weights, or the engine holds no version. `version` is by default the
+        Either every worker has received all weights, or the engine holds no version; a folder that cannot be loaded is
+        refused before that. `version` is by default the
         sender's, or one more than the latest where the sender gives none. Raises WorkerError as `ask_workers` does.
         """
+        if method == "load_weights_from_storage":
+            await self.ask_workers("hotbunk_check_storage", args[0])
         async with self.update(version) as update:
             outcomes = await self.ask_workers(method, *args)
             sent = max(outcome.get("version", -1) for outcome in outcomes)
@@ -381,6 +410,20 @@ class Engine:
         for memory in self._worker_memory:
             memory.unlink(missing_ok=True)  # workers that were killed have left it behind
         self._worker_memory = set()
+        _running.discard(self)
+
+
+def _close_running() -> None:
+    """Close the engines that nobody has closed before the end of this process."""
+    for engine in list(_running):
+        engine.close()
+
+
+def _delete(folder: Path, lock: int, owner: int) -> None:
+    """Delete the private folder, but not in a fork of the process `owner`."""
+    if os.getpid() == owner:
+        guardian.remove(folder)
+        os.close(lock)
 
 
 @dataclass

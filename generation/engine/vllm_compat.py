@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -26,6 +25,7 @@ import psutil
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
+from generation.engine.spawning import spawned_below
 from generation.engine.start_errors import START_ERROR
 
 if TYPE_CHECKING:
@@ -195,26 +195,30 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return arguments
 
 
-def start_async_llm(settings: EngineSettings, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
-    """Start an `AsyncLLM`, whose engine core and workers are children of this process; blocks until it can generate.
+def start_async_llm(settings: EngineSettings, folder: Path, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
+    """Start an `AsyncLLM`, whose engine core and workers are below this process; blocks until it can generate.
 
+    `folder` is for the engine's sockets; the guardian of a spawned core deletes it when this process has ended.
     `stat_loggers`, for example from `step_logger`, are called after every step. Raises ImportError where the installed
     vLLM is not a supported release, and ValueError where it is built for the other kind of device, a class for its
     workers is missing, an entry of `settings.extra` is not an engine argument, or vLLM on CPU cannot run the model.
     """
-    with started_with(settings), TemporaryDirectory() as folder:
-        config, reason = _checked_config(settings), Path(folder) / "reason"
+    reason = folder / "reason"
+    sockets = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))  # a run has one folder for all of them
+    with started_with(settings):
+        config = _checked_config(settings)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         quiet = engine_arguments(settings)["disable_log_stats"]
         try:
-            with _environment({START_ERROR: str(reason)}):
+            with _environment({START_ERROR: str(reason), "VLLM_RPC_BASE_PATH": sockets}), spawned_below(folder):
                 return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=quiet)
         except RuntimeError as error:
             if not reason.exists():
                 raise
             names = ", ".join(config.model_config.architectures)
             text = " ".join(reason.read_text("utf-8").split())
+            reason.unlink()
             if "out of memory" in text.lower():  # which may be another process's fault, and pass
                 raise RuntimeError(f"vLLM cannot start {names}: {text}") from error
             raise ValueError(f"vLLM cannot start {names} here ({text}): use another model or machine") from error
@@ -293,7 +297,8 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
     Its output task (vllm/v1/engine/async_llm.py, _run_output_handler) is cancelled first, since it would report the
     stop as the engine's death.
     """
-    if (handler := engine.output_handler) is not None:
+    handler = engine.output_handler
+    if handler is not None and not handler.done():
         handler.get_loop().call_soon_threadsafe(handler.cancel)
     engine.shutdown()
 
@@ -303,7 +308,7 @@ def engine_processes(engine: "AsyncLLM") -> list[psutil.Process]:
     processes: list[psutil.Process] = []
     for started in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
         with suppress(psutil.NoSuchProcess):  # it has ended at once
-            processes.append(core := psutil.Process(started.pid))
+            processes.append(core := psutil.Process(started.pid))  # or its guardian
             for child in core.children(recursive=True):
                 line = " ".join(child.cmdline())
                 processes += [child] if "resource_tracker" not in line and "compile_worker" not in line else []

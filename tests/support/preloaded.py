@@ -25,9 +25,9 @@ from unittest.mock import patch
 import setproctitle
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+from generation import guardian
 from generation.engine import forkserver
 from tests.support import forked
-from trainer.run import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,7 +86,7 @@ class Launcher:
 
 
 def _be_launcher(arguments: list[str], environment: dict[str, str], log: Path) -> NoReturn:
-    processes.die_with(os.getppid())  # the parent is the server, which ends with the tests
+    guardian.die_with(os.getppid())  # the parent is the server, which ends with the tests
     multiprocessing.current_process().daemon = False  # it has children
     tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
     tracker._fd = None  # the tests' tracker must not remove the run's shared memory

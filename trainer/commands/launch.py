@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from generation import guardian
 from trainer.errors import UserError, quoted
-from trainer.run import processes
 
 RANKS = """\
 A rank is started for each GPU of this machine, or on CPU one rank; NPROC_PER_NODE sets
@@ -67,7 +67,7 @@ def _check(argv: Sequence[str], world_size: int) -> None:
 
     def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it through this process
-        processes.die_with(here)
+        guardian.die_with(here)
 
     command = [sys.executable, "-m", "trainer", *argv, "--check"]
     environment = os.environ | {"WORLD_SIZE": str(world_size)}

@@ -8,10 +8,9 @@ Three mechanisms cover endings that the others cannot see:
 - Signal handlers with a deadline, in case a rank is asked to end while its main thread is in a collective, where Python
   runs no handler. SIGTERM may have a grace period before that (`hold_signals`), in which the run can save.
 
-It is used before anything heavy is imported, so it imports the standard library only.
+It is used before anything heavy is imported, so it imports the standard library and `guardian.py` only.
 """
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -30,18 +29,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from generation import guardian
 from trainer.errors import Interrupted
-from trainer.run import guardian
 
 LAST_WORDS = "HOTBUNK_LAST_WORDS"
 """Environment variable with the path of a file in memory, to which ranks write the reasons for their ends."""
 
 _WORD_LIMIT = 600  # characters
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
-_BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
 _SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only a later signal is a second request
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _folder: Path | None = None
 _hold: "_Hold | None" = None
@@ -91,14 +88,11 @@ def start_guardian(*kept: int) -> Path:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
         launcher = os.environ.get("HOTBUNK_LAUNCHER")  # the launcher has set it
-        die_with(os.getppid())
+        guardian.die_with(os.getppid())
         if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
             os.kill(os.getpid(), signal.SIGKILL)
-    shared = tempfile.gettempdir()
-    parent = shared if len(shared) <= _BASE_LIMIT else "/tmp"
-    guardian.sweep(Path(parent))
-    _folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{_rank()}-", dir=parent))
-    _go_below_guardians(_folder, (guardian.lock_folder(_folder), *kept))
+    _folder, lock = guardian.private_folder(str(_rank()))
+    _go_below_guardians(_folder, (lock, *kept))
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = str(_folder)
     if cache := _user_cache():  # otherwise compiled code is deleted with the private folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))  # for later runs
@@ -129,18 +123,18 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
         stream.flush()
     # Blocked signals stay pending until the guardians, which are exec'd, forward them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, guardian.WAITED_FOR)
-    adopt_orphans()
+    guardian.adopt_orphans()
     outer = os.getpid()
     if inner := os.fork():
         _become_guardian(inner, 0, folder, f"the guardian of rank {_rank()}", kept)
     os.setsid()  # neither Ctrl-C nor a launcher that kills the outer guardian's process group reaches it
-    adopt_orphans()
-    _prctl(_PR_SET_PDEATHSIG, guardian.PARENT_GONE)
+    guardian.adopt_orphans()
+    guardian.prctl(guardian.PR_SET_PDEATHSIG, guardian.PARENT_GONE)
     inner = os.getpid()
     if child := os.fork():
         _become_guardian(child, outer, folder, f"rank {_rank()}", kept)
     os.setsid()
-    die_with(inner)
+    guardian.die_with(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -153,18 +147,11 @@ def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tup
         for descriptor in {int(entry) for entry in os.listdir("/proc/self/fd")} - {0, 1, 2}:
             with suppress(OSError):  # the descriptor of the listing itself is closed
                 os.set_inheritable(descriptor, descriptor in kept)
-        script = str(Path(__file__).with_name("guardian.py"))
+        script = guardian.__file__
         os.chdir("/")
         os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(child), str(parent), str(folder), name])
     finally:
         os._exit(1)
-
-
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above took effect
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _ancestors() -> Iterator[int]:
@@ -173,16 +160,6 @@ def _ancestors() -> Iterator[int]:
     while pid > 0:
         yield pid
         pid = guardian.parent_of(pid)
-
-
-def adopt_orphans() -> None:
-    """Makes descendants that lose their parent children of this process from now on (PR_SET_CHILD_SUBREAPER)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def private_folder() -> Path:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run import processes
+from generation import guardian
 
 OUTCOME = "HOTBUNK_OUTCOME"
 """Environment variable with the path of a file in memory, to which a launcher writes its `Outcome` as JSON."""
@@ -132,7 +132,7 @@ class _Attempt:
 
         def begin() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            processes.die_with(here)
+            guardian.die_with(here)
 
         self._child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begin)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

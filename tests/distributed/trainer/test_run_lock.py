@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from generation import guardian
 from tests.conftest import ROOT
 from tests.support.real_run import write_recipe
 from trainer.errors import UserError
-from trainer.run import guardian
 from trainer.run.lock import RunLock
 
 # A rank that takes the lock or is refused, with a child in a session of its own that ignores SIGTERM. Of two ranks, the

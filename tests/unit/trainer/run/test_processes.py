@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from generation import guardian
 from tests.conftest import ROOT
-from trainer.run import guardian, processes
+from trainer.run import processes
 
 SCRIPT = """
 import os
-from trainer.run import guardian, processes
+from generation import guardian
+from trainer.run import processes
 folder = processes.start_guardian()
 def main():
     print(folder, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), flush=True)
@@ -78,7 +80,8 @@ def test_a_cache_that_others_may_write_to_is_not_used(what: str, base: Path, tmp
 
 SLOW_TO_SAY = """
 import hashlib, os, signal, threading, time
-from trainer.run import guardian, processes
+from generation import guardian
+from trainer.run import processes
 
 def phase():
     time.sleep(0 if threading.current_thread() is threading.main_thread() else 2)

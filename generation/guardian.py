@@ -1,19 +1,23 @@
-"""Two processes above each rank, which wait for its end and then end the processes that it has left behind.
+"""Processes that wait for the end of another one, and then end everything that it has left behind.
+
+Two of them are above each rank of a run, and one is between any other program and each engine that it spawns:
 
     launcher ── outer guardian ── inner guardian ── rank ── engine, workers, and whatever these start
+    program ── guardian ── engine, workers, and whatever these start
 
 `processes.start_guardian` turns the process that the launcher started into the outer guardian; the inner one is its
-child, and the rank continues as that one's child. Both run this file as
+child, and the rank continues as that one's child. Guardians run this file as
 
-    python -I -S guardian.py CHILD PARENT FOLDER NAME
+    python -I -S guardian.py CHILD PARENT FOLDER NAME [COMMAND ...]
 
-with the number of the process below, of the one above (0: any), the rank's private folder, and a name for messages.
-Each guardian forwards signals to its child and ends with its child's exit code or signal, which the launcher then sees.
+with the number of the process below, of the one above (0: any), a private folder, and a name for messages ("": none
+are printed). With a COMMAND, the guardian starts it as its child. Each guardian forwards signals to its child and ends
+with its child's exit code or signal, which the process above then sees.
 
-Both are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find all
-descendants, whatever their session, process group or environment, and know when none is left. If the inner guardian is
-killed, the kernel kills the rank, and the outer guardian cleans up. If the outer guardian is killed, the inner one
-kills the rank and cleans up.
+Guardians are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find
+all descendants, whatever their session, process group or environment, and know when none is left. If the inner guardian
+is killed, the kernel kills the rank, and the outer guardian cleans up. If the outer guardian is killed, the inner one
+kills the rank and cleans up. If a program ends in any way, even by SIGKILL, the guardians of its engines kill these.
 
 This file uses the standard library only, so that it starts in 30 ms, while the rank is still importing torch.
 """
@@ -32,11 +36,14 @@ from pathlib import Path
 HANDED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 PARENT_GONE = signal.SIGUSR1  # sent by the kernel to the inner guardian when the outer one dies
 WAITED_FOR = HANDED_ON | {signal.SIGCHLD, PARENT_GONE}
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 LOOK_SECONDS = 1.0  # between checks of the rank's shared memory
 POLITE_SECONDS = 2.0  # between SIGTERM and SIGKILL; vLLM and W&B's service clean up in less
 TRACKER_SECONDS = 5.0  # for multiprocessing's resource tracker, which ends by itself once its users have ended
 GIVE_UP_SECONDS = 60.0  # the guardian then ends even if a process cannot be killed, as it is stuck in the kernel
-LOCK = "lock"  # in the rank's folder: held by the rank and its guardians
+LOCK = "lock"  # in the private folder: held by the rank and its guardians, or by the program
+BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
 
 SHARED_MEMORY = Path("/dev/shm")
 # Names that only multiprocessing, torch and vLLM use.
@@ -44,17 +51,61 @@ MADE_UP = re.compile(r"psm_[0-9a-f]{8}|torch_\d+_\d+_\d+|sem\.mp-\w{8}|vllm_dist
 
 
 def main() -> None:
-    """Waits until the child ends, then ends all other descendants and removes the rank's folder."""
+    """Waits until the child ends, then ends all other descendants and removes the private folder.
+
+    A program that is still there keeps its folder, for an engine that it starts again.
+    """
     child, parent, folder, name = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    command = sys.argv[5:]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop one process of many
+    if command:
+        child = start(command)
     status = watch(child, parent, folder)
     note_shared_memory(folder, {})
     ended = end_all()
-    remove(folder)
-    if ended:
+    if not command or os.getppid() != parent:
+        remove(folder)
+    if ended and name:
         print(f"[hotbunk] {name} is gone; ended what it left behind: {', '.join(sorted(ended))}", file=sys.stderr)
     end_as(status)
+
+
+def start(command: list[str]) -> int:
+    """Starts the command as a child of this process, in whose session no Ctrl-C arrives, and returns its number."""
+    os.setsid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+    adopt_orphans()
+    prctl(PR_SET_PDEATHSIG, PARENT_GONE)  # `watch` then looks at once; it may be only a thread that has ended
+    guardian = os.getpid()
+    if child := os.fork():
+        return child
+    try:
+        die_with(guardian)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execv(command[0], command)
+    finally:
+        os._exit(1)
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes descendants that lose their parent children of this process from now on (PR_SET_CHILD_SUBREAPER)."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def prctl(option: int, value: int) -> None:
+    """Calls prctl(2). Raises OSError where it fails."""
+    import ctypes  # not above, since most guardians do not need it
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def watch(child: int, parent: int, folder: Path) -> int:
@@ -187,6 +238,20 @@ def remove(folder: Path) -> None:
         with suppress(OSError):
             Path(os.readlink(link)).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def private_folder(name: str) -> tuple[Path, int]:
+    """Creates a folder `hotbunk-NAME-…` for sockets (mode 0700). Returns its path, and the descriptor that locks it.
+
+    Folders of dead processes are deleted now.
+    """
+    import tempfile  # not above, for the same reason
+
+    shared = tempfile.gettempdir()
+    parent = shared if len(shared) <= BASE_LIMIT else "/tmp"
+    sweep(Path(parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{name}-", dir=parent))
+    return folder, lock_folder(folder)
 
 
 def lock_folder(folder: Path) -> int:
