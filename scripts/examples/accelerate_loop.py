@@ -7,8 +7,6 @@ Accelerate may prepare the model with DDP, FSDP2 or DeepSpeed. The reward is the
 
 import argparse
 import asyncio
-import tempfile
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -63,29 +61,28 @@ def main() -> None:
     )
     engine = Engine(settings)
     leader = Leader.start(engine, SECONDS)  # vLLM in separate processes, and a thread that talks to them
-    with tempfile.TemporaryDirectory() as sockets:
-        source = policy.weight_source(torch.float32)
-        manager = ShardingManager(source, accelerator.device, SyncSettings("full"), Path(sockets), leader=leader)
-        try:
-            manager.connect()
-            manager.sleep()
-            for step in range(arguments.steps):
-                first = ANSWERS * (step * accelerator.num_processes + accelerator.process_index)
-                with manager.generation_shift(policy):  # the engine is awake, at the policy's version
-                    job = sample(engine, policy.version, range(first, first + ANSWERS))
-                    answers = leader.thread.run(job, SECONDS, "sampling")
-                loss, reward, gap = loss_of(model, answers, accelerator.device)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                rewards, gaps = accelerator.gather(torch.tensor([[reward, gap]], device=accelerator.device)).T
-                figures = f"reward {rewards.mean():.3f} gap {gaps.max():.1e} verified {manager.report.verified}"
-                accelerator.print(f"step {step} version {policy.version} {figures}", flush=True)
-        finally:
-            manager.close()
-            leader.close()
-            accelerator.end_training()
+    source = policy.weight_source(torch.float32)
+    manager = ShardingManager(source, accelerator.device, SyncSettings("full"), engine.folder, leader=leader)
+    try:
+        manager.connect()
+        manager.sleep()
+        for step in range(arguments.steps):
+            first = ANSWERS * (step * accelerator.num_processes + accelerator.process_index)
+            with manager.generation_shift(policy):  # the engine is awake, at the policy's version
+                job = sample(engine, policy.version, range(first, first + ANSWERS))
+                answers = leader.thread.run(job, SECONDS, "sampling")
+            loss, reward, gap = loss_of(model, answers, accelerator.device)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            rewards, gaps = accelerator.gather(torch.tensor([[reward, gap]], device=accelerator.device)).T
+            figures = f"reward {rewards.mean():.3f} gap {gaps.max():.1e} verified {manager.report.verified}"
+            accelerator.print(f"step {step} version {policy.version} {figures}", flush=True)
+    finally:
+        manager.close()
+        leader.close()
+        accelerator.end_training()
 
 
-if __name__ == "__main__":  # engines' processes import this file
+if __name__ == "__main__":
     main()

@@ -6,8 +6,6 @@
 """
 
 import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,19 +36,18 @@ def main() -> None:
     source = FsdpWeightSource(
         [*policy.named_parameters()], torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape)
     )
-    with tempfile.TemporaryDirectory() as sockets:
-        sharding = ShardingManager(source, CPU, SyncSettings(), Path(sockets), leader=leader)
-        try:
-            sharding.connect()  # connects each rank with the worker on its device
-            sharding.sleep()
-            for step in range(STEPS):
-                with sharding.generation_shift(policy):  # the engine is awake, at the policy's version
-                    answers = leader.thread.run(sample(engine, policy.version, step), 120, "sampling")
-                print(step, policy.version, train(policy, answers))
-        finally:
-            sharding.close()
-            leader.close()
-            destroy_process_group()
+    sharding = ShardingManager(source, CPU, SyncSettings(), engine.folder, leader=leader)
+    try:
+        sharding.connect()  # connects each rank with the worker on its device
+        sharding.sleep()
+        for step in range(STEPS):
+            with sharding.generation_shift(policy):  # the engine is awake, at the policy's version
+                answers = leader.thread.run(sample(engine, policy.version, step), 120, "sampling")
+            print(step, policy.version, train(policy, answers))
+    finally:
+        sharding.close()
+        leader.close()
+        destroy_process_group()
 
 
 async def sample(engine: Engine, version: int, step: int) -> list[Any]:
