@@ -433,6 +433,7 @@ def replace_prefix_tokens(
     the end comes from the template.
 
     Args:
+        tokenizer: has `eos_token_id`, and `decode`, by which messages and ids are compared; without it they are not.
         model_prefix_token_ids: a prompt and the ids sampled for it. If empty, the template's ids are returned.
         template_prefix_token_ids: the template's ids of the messages up to and including the last answer, without a
             generation prompt.
@@ -461,7 +462,7 @@ class _Turns:
     def __init__(
         self, tokenizer: Any, ends: frozenset[int], until_answer: Sequence[int], rendered_ids: Sequence[int]
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decode = getattr(tokenizer, "decode", None)
         self._ends = ends
         self._all_ids = list(rendered_ids)
         template = getattr(tokenizer, "chat_template", None)
@@ -528,9 +529,14 @@ class _Turns:
         return parts
 
     def _text(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        """Return the decoded ids; "" where they cannot be decoded, so that any two texts are the same."""
+        if self._decode is None:
+            return ""
+        return str(self._decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def _blank(self, ids: Sequence[int]) -> bool:
+        if self._decode is None:
+            return not ids
         return not _IGNORED.sub("", self._text(ids, skip_special_tokens=False))
 
     def _same(self, rendered: Sequence[int], original: Sequence[int]) -> bool:

@@ -15,6 +15,9 @@ from generation.exact_ids import Generation
 
 Spec = TypeVar("Spec")
 
+_EXTRA = "__extra__"
+"""The key of a batch whose value has no entries for samples; methods leave it as it is."""
+
 
 class ColocatedConfig(TypedDict):
     """The section `colocated`. If engine and trainer share their devices, the engine sleeps between generations."""
@@ -73,7 +76,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     @property
     def size(self) -> int:
         """The number of samples; 0 for a batch without keys. Raises ValueError with the lengths where they differ."""
-        lengths = {key: len(value) for key, value in self.data.items()}
+        lengths = {key: len(value) for key, value in self.data.items() if key != _EXTRA}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the values of a batch must be equally long, these are: {lengths}")
         return next(iter(lengths.values()), 0)
@@ -84,7 +87,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     ) -> Self:
         """Concatenate batches. Tensors of two or more dimensions are padded on the right of dimension 1, with the
         value in `pad_value_dict` or 0. Raises KeyError for a key that only some of the non-empty batches have.
+        `__extra__` is left out.
         """
+        batches = [{key: value for key, value in batch.items() if key != _EXTRA} for batch in batches]
         filled = [batch for batch in batches if len(batch)]
         for key in sorted({key for batch in filled for key in batch}):
             if lacking := [i for i, batch in enumerate(batches) if len(batch) and key not in batch]:
@@ -174,7 +179,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self
 
     def _of(self, part: Callable[[Any], Any]) -> Self:
-        return type(self)({key: part(value) for key, value in self.data.items()})
+        return type(self)({key: value if key == _EXTRA else part(value) for key, value in self.data.items()})
 
 
 Prompts = BatchedDataDict[GenerationDatumSpec]
@@ -293,7 +298,8 @@ def rows_of(data: Prompts, pad_value: int) -> list[Row]:
         has = ", ".join(data) or "none"
         raise ValueError(f"generation needs {' and '.join(missing)} in its batch, which has {has}")
     verify_right_padding(data, pad_value, raise_error=True)
-    stops, lengths = _stop_strings(data, data.size), data["input_lengths"].tolist()
+    lengths = data["input_lengths"].tolist()
+    stops = _stop_strings(data, len(lengths))
     rows = zip(data["input_ids"].tolist(), lengths, stops, strict=True)
     return [Row(index, ids[:length], stop) for index, (ids, length, stop) in enumerate(rows)]
 

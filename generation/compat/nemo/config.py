@@ -5,6 +5,7 @@ Every key is either used or refused with a sentence; none is ignored.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import psutil
@@ -64,6 +65,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     _check_keys("generation.colocated", shared, ColocatedConfig)
     top_k, top_p, stop = config.get("top_k"), config.get("top_p", 1.0), config.get("stop_strings")
     rules = {
+        "model_name": (isinstance(config["model_name"], str | Path), "a folder or a name of the Hugging Face hub"),
         "backend": (config["backend"] == "vllm", "'vllm'"),
         "max_new_tokens": (config["max_new_tokens"] >= 1, "at least 1"),
         "temperature": (config["temperature"] >= 0, "0, which is greedy, or more"),
