@@ -18,6 +18,7 @@ from typing import Any
 import omegaconf.base
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
 
@@ -105,7 +106,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if os.path.realpath(path) in map(os.path.realpath, above):
         cycle = " includes ".join([str(above[0]), *(file.name for file in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
-    values = fill_defaults(loaded)
+    try:  # OmegaConf has no default of its own that holds `;` or `<`, so it sees the text after defaults are filled in
+        values = OmegaConf.to_container(OmegaConf.create(fill_defaults(loaded)), resolve=False)
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path}{_included_by(above)} cannot be read: {first_line(error)}") from error
+    assert isinstance(values, dict)
     for key, section in values.items():
         if isinstance(section, dict):
             values[key] = _with_includes(section, f"{key}.{INCLUDES}", path, above)
@@ -130,18 +135,27 @@ def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Pa
 
 
 def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    by = f", which {above[-1]} includes" if above else ""
+    """Return the mapping in a file as plain text: interpolations are not even parsed."""
+    by = _included_by(above)
     try:
-        loaded = OmegaConf.load(path)
+        with path.open(encoding="utf-8") as file:
+            loaded = yaml.load(file, get_yaml_loader())  # as OmegaConf.load, with its limit on aliases
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such recipe file{by}") from error
     except (OSError, ValueError, OmegaConfBaseException) as error:  # such as a number of 5000 digits
         raise ValueError(f"{path}{by} cannot be read: {first_line(error)}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path}{by} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ValueError(f"{path}{by} must be a mapping of sections such as model and data, not a list")
-    return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]
+    if loaded is None:  # the file is empty
+        return {}
+    if not isinstance(loaded, dict):
+        kind = "a list" if isinstance(loaded, list) else "a single value"
+        raise ValueError(f"{path}{by} must be a mapping of sections such as model and data, not {kind}")
+    return loaded
+
+
+def _included_by(above: tuple[Path, ...]) -> str:
+    return f", which {above[-1]} includes" if above else ""
 
 
 def first_line(error: BaseException) -> str:

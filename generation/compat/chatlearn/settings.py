@@ -82,10 +82,15 @@ class ChatLearnSettings:
 def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Returns the hyper-parameters in a mapping or a YAML file, which override those of their `model_config_file`.
 
-    They may be in a section, like `policy` in `rlhf.yaml`. Raises ValueError where there are several sections.
+    ChatLearn's files write None, which is a text in YAML: it is read as null.
+    They may be in a section, like `policy` in `rlhf.yaml`. Raises ValueError where there are several sections, or no
+    such file.
     """
     folder, values = Path(), args
     if isinstance(args, str | Path):
+        if not Path(args).exists():
+            names = "a name of a model, which ChatLearn's own VLLMModule takes, has no meaning here"
+            raise ValueError(f"{args} is not a file: give the hyper-parameters or a YAML file of them; {names}")
         folder, values = Path(args).parent, OmegaConf.to_container(read_yaml(Path(args)), resolve=True)  # type: ignore[assignment]
     assert isinstance(values, Mapping)
     while sections := [name for name, value in values.items() if isinstance(value, Mapping)]:
@@ -96,7 +101,7 @@ def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     model_args = dict(values)
     if (name := model_args.pop("model_config_file", None)) is not None:
         model_args = {**OmegaConf.to_container(read_yaml(folder / name), resolve=True), **model_args}  # type: ignore[dict-item]
-    return model_args
+    return {name: None if value == "None" else value for name, value in model_args.items()}
 
 
 def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
