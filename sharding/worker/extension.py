@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -29,7 +30,7 @@ from sharding.worker.noise import key_noise
 from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtypes
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.repairs import keep_bias_of_head, keep_scalars_of_xielu, load_biases_of_experts
-from sharding.worker.storage import StorageBuckets, StorageCarrier
+from sharding.worker.storage import StorageBuckets, StorageCarrier, read_manifest
 
 if TYPE_CHECKING:
     from sharding.worker.cpu import RouteRecorder
@@ -293,6 +294,19 @@ class VllmInternalWorkerExtension:
         """
         device: torch.device = self.device  # type: ignore[attr-defined]
         return self._hotbunk_receive(StorageCarrier(storage_path, device, timeout_s, verify, num_threads))
+
+    @_never_raising
+    def hotbunk_check_storage(self, storage_path: str) -> None:
+        """Raise SyncError where `load_weights_from_storage` cannot load this folder; it touches no weight."""
+        weights = read_manifest(Path(storage_path))["weights"]
+        check_manifest(weights, self.hotbunk_promised, engine_dtypes(self))
+        expected = self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config)  # type: ignore[attr-defined]
+        shared = [name for name in weights if name in expected]
+        misfits = [name for name in shared if weights[name][0] != expected[name][0]]
+        if misfits or not shared:
+            raise SyncError(
+                f"{storage_path} has weights of another model, such as {first_names(misfits or [*weights])}"
+            )
 
     @_never_raising
     def hotbunk_model_metadata(self) -> WorkerOutcome:

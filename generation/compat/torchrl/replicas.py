@@ -164,7 +164,12 @@ class ServiceEngine(ActorEngine):
             return outcomes
 
     async def _load(self, *call: Any, timeout: float | None, **kwargs: Any) -> list[Any]:
-        """Returns the workers' outcomes of a complete update; after an error among them the engine has no version."""
+        """Returns the workers' outcomes of a complete update; after an error among them the engine has no version.
+
+        Raises WorkerError, and the engine keeps its version, where the folder cannot be loaded.
+        """
+        folder = call[1] if len(call) > 1 else kwargs["storage_path"]
+        await self.ask_workers("hotbunk_check_storage", folder)
         outcomes: list[Any] = []
         with suppress(WorkerError):
             async with self._gate.update(timeout or UPDATE_SECONDS):
@@ -198,8 +203,18 @@ class ServiceEngine(ActorEngine):
         await super().shutdown()
 
 
+_TORCHRL_SCHEME = ("init_weight_transfer_engine", "update_weights_native", "sleep", "wake_up")
+
+
 class ServiceReplica(EngineLoad, ABC):
     """An engine of the service. It counts the engine's load, as requests are submitted and end."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TORCHRL_SCHEME:
+            remedy = "call update_weights of the service, or use TorchRL's vLLMUpdaterV2"
+            scheme = "TorchRL's VLLMWeightSyncScheme, whose weights have neither versions nor digests"
+            raise NotImplementedError(f"{name} is a method for {scheme}: {remedy}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def launch(self) -> Future[Any]:
         """Start the engine on the service's event loop. The future is done when the engine can generate."""

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from generation.compat.load_balancer import LoadBalancer
 from generation.compat.torchrl import arguments
-from generation.compat.torchrl.replicas import LocalReplica, RayReplica, ServiceEngine, ServiceReplica, gpu_count
+from generation.compat.torchrl.replicas import (
+    UPDATE_SECONDS,
+    LocalReplica,
+    RayReplica,
+    ServiceEngine,
+    ServiceReplica,
+    gpu_count,
+)
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
 from generation.engine.replicas import Actor, join_once
 from generation.engine.thread import EngineThread
@@ -335,6 +342,12 @@ class AsyncVLLM(WeightUpdates):
         from vllm import AsyncEngineArgs
 
         return AsyncEngineArgs(**engine_arguments(self.settings))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix of all engines; after weight updates that is done already. Blocks."""
+        self._require_launched("resetting the prefix cache")
+        calls = [replica.submit("reset_prefix_cache") for replica in self.actors]
+        arguments.results_of(calls, UPDATE_SECONDS, "resetting the prefix cache")
 
     def get_tp_size(self) -> int:
         """Returns the tensor parallel size of an engine."""
