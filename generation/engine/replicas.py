@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
@@ -36,6 +35,7 @@ _ANSWER_SECONDS = 15.0  # more than `Engine.death` takes
 _LOOK_SECONDS = 0.5  # between checks of which replicas have started
 _ROOM_SECONDS = 20.0  # time within which Ray places an actor if there is room for it
 _HOUR = 3600.0
+_STOP_SECONDS = 20.0  # time within which an actor that answers has stopped its engine
 _LOCAL_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # by default Ray's processes have a lower priority than all others
     # By default Ray replaces 127.0.0.1 by the machine's network address, and listens there and on all addresses
@@ -99,11 +99,17 @@ class Actor:
         ray.kill(self.handle)
 
     async def close(self) -> None:
-        """Stop the engine's processes, then the actor; one that has died already is not an error."""
+        """Stop the engine's processes, then the actor; one that has died, or does not answer, is not an error.
+
+        The end of an actor, too, ends its engine.
+        """
         import ray
 
         try:
-            await self.call("shutdown")
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self.call("shutdown")
+        except TimeoutError:
+            log.warning("an actor did not stop its engine within %.0f s, and is killed", _STOP_SECONDS)
         except ray.exceptions.RayError as error:
             log.warning("an actor did not stop its engine: %s", error)
         with suppress(ray.exceptions.RayError):  # the cluster may have been ended by its owner
@@ -358,6 +364,7 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
 
     Raises:
         ImportError: Ray is not installed; the message names the remedy.
+        RuntimeError: Ray was imported before, and this release of it does not take a secret any more.
         ValueError: all GPUs are taken.
     """
     alone = not os.environ.get("RAY_ADDRESS")
@@ -368,8 +375,7 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[taken:])
     if alone:
         os.environ |= _LOCAL_ENVIRONMENT
-        if "ray" not in sys.modules:  # Ray reads these once
-            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray = ray_module()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "namespace": "hotbunk"}
     if not alone:
@@ -377,19 +383,38 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
         return
     from ray._private import ray_constants
 
-    ray_constants.ENABLE_RAY_CLUSTER = False  # for a Ray that has been imported before
+    # For a Ray that has been imported before, which has read the variables then.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    _read_secret()
     folder = f"{tempfile.gettempdir()}/ray"
     options = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
     cores = max(cpus, os.cpu_count() or 1)
     ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **options, **quiet)
 
 
+def _read_secret() -> None:
+    """Have this process's Ray use the secret in the environment. Raises RuntimeError where it does not."""
+    try:
+        from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, Config, get_authentication_mode
+
+        AuthenticationTokenLoader.instance().reset_cache()
+        Config.initialize("")  # as Ray does in ray/_private/authentication/authentication_token_setup.py
+        takes_secret = get_authentication_mode() == AuthenticationMode.TOKEN
+    except (AttributeError, ImportError):
+        takes_secret = False
+    if not takes_secret:
+        remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before it is imported, or join a cluster by ray.init first"
+        raise RuntimeError(f"this Ray was imported without a secret, which a cluster of one's own needs: {remedy}")
+
+
 def join_once(cpus: int) -> Callable[[], None]:
     """Join a cluster as `join_cluster`, unless already in one; return a function that leaves a cluster joined here."""
-    if (ray := sys.modules.get("ray")) and ray.is_initialized():
+    ray = ray_module()
+    if ray.is_initialized():
         return lambda: None
-    join_cluster(cpus)
-    return sys.modules["ray"].shutdown  # type: ignore[no-any-return]
+    with undone_by(ray.shutdown):
+        join_cluster(cpus)
+    return ray.shutdown  # type: ignore[no-any-return]
 
 
 def cluster_address() -> str:

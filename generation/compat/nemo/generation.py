@@ -102,9 +102,12 @@ class VllmGenerationWorker(_Batches, EngineLoad):
         elif bundle_indices is not None:
             raise ValueError("bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices: leave them out")
         else:
-            self._leave = join_once(size := config["vllm_cfg"].get("tensor_parallel_size", 1))
-            gpus = gpus if cluster_room()[0] == "GPU" else 0
-            self.actor = Actor(VllmAsyncGenerationWorker, config, None, fraction_of_gpus, seed, cpus=size, gpus=gpus)
+            size = config["vllm_cfg"].get("tensor_parallel_size", 1)
+            self._leave = join_once(size)
+            with undone_by(self._leave):
+                gpus = gpus if cluster_room()[0] == "GPU" else 0
+                arguments = config, None, fraction_of_gpus, seed
+                self.actor = Actor(VllmAsyncGenerationWorker, *arguments, cpus=size, gpus=gpus)
         self.thread = EngineThread()  # runs the coroutines of the engine, or those that wait for the actor
         with undone_by(self.shutdown):
             self._wait("post_init_async", f"starting the engine for {config['model_name']}")
