@@ -153,9 +153,9 @@ def _below(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-def kill(kind: str, model: Path, event: str, delay: float) -> list[str]:
-    """Start a program, kill it `delay` seconds after the event, and return what it has left ten seconds later."""
-    with tempfile.TemporaryDirectory(prefix="k-", ignore_cleanup_errors=True) as name:
+def kill(kind: str, model: Path, event: str, delay: float, gone_seconds: float = GONE_SECONDS) -> list[str]:
+    """Start a program, kill it `delay` seconds after the event, and return what is left after `gone_seconds`."""
+    with tempfile.TemporaryDirectory(prefix="k-", dir="/tmp", ignore_cleanup_errors=True) as name:
         program = Program.start(kind, model, Path(name))
         try:
             program.wait_for(event)
@@ -167,7 +167,7 @@ def kill(kind: str, model: Path, event: str, delay: float) -> list[str]:
             program.look()
             program.process.send_signal(signal.SIGKILL)
             program.process.wait()
-        deadline = time.monotonic() + GONE_SECONDS
+        deadline = time.monotonic() + gone_seconds
         while (left := program.leftovers()) and time.monotonic() < deadline:
             time.sleep(0.25)
         for process in program.family.values():

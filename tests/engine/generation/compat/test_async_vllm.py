@@ -449,13 +449,17 @@ def test_engines_read_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp
     policy = HfPolicy(model)
     policy.randomise(11)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
-    with pytest.raises(RuntimeError, match="worker 0 on cpu:0"):
+    refused = ("load_weights_from_storage", None, (str(tmp_path), 2))
+    with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0 .* holds no complete weights"):
         service.load_weights_from_storage(tmp_path / "nothing")
     (tmp_path / "meta.json").write_text("{}")  # as TensorDict writes
-    [[outcome], _] = service.collective_rpc("load_weights_from_storage", args=(str(tmp_path), 2))
-    assert "is TensorDict's, without digests: write it with sharding.StorageWriter" in outcome["error"]
-    with pytest.raises(EngineStateError):  # a failed update leaves no version
-        service.generate("a", GREEDY)
+    with pytest.raises(RuntimeError, match=r"is TensorDict's, without digests: write it with sharding\.StorageWriter"):
+        service.collective_rpc(*refused)
+    other = FsdpWeightSource([("model.norm.weight", torch.nn.Parameter(torch.zeros(3)))], torch.float32)
+    with pytest.raises(RuntimeError, match=r"weights of another model, such as model\.norm\.weight"):
+        service.load_weights_from_storage(StorageWriter(tmp_path / "other", other).write(69))
+    service.reset_prefix_cache()
+    service.generate("a", GREEDY)  # no weight was touched
     folder = StorageWriter(tmp_path / "weights", source).write(70)
     assert service.load_weights_from_storage(folder, num_threads=2) == 70 == service.weight_version
     running = service.submit([1, 2, 3], ENDLESS)  # it ends before its engine's workers load other weights

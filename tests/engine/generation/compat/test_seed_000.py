@@ -61,8 +61,9 @@ def test_the_example_of_two_turns_keeps_the_models_own_tokens() -> None:
     model_prefix_token_ids = prefill_t1 + model_output
     template_prefix_token_ids = [11, 12, 13, 40, 41, 1001, 2]  # 1001 decodes to " 4"
     template_token_ids = [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41]
-    output = replace_prefix_tokens(tokenizer, model_prefix_token_ids, template_prefix_token_ids, template_token_ids)
-    assert output == [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]
+    for given in (tokenizer, SimpleNamespace(eos_token_id=2)):  # the example says no more of its tokenizer
+        output = replace_prefix_tokens(given, model_prefix_token_ids, template_prefix_token_ids, template_token_ids)
+        assert output == [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]
 
 
 def test_every_method_of_the_page_runs_on_one_worker(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -125,6 +125,17 @@ def test_parts_of_a_batch_are_the_rows_asked_for() -> None:
             wrong()
 
 
+@pytest.mark.parametrize("extra", [None, 7, {"a": 1, "b": 2, "c": 3}])
+def test_additional_data_of_a_batch_is_not_looked_at(extra: Any) -> None:
+    batch = BatchedDataDict(
+        input_ids=torch.tensor([[5, 6], [7, 0]]), input_lengths=torch.tensor([2, 1]), __extra__=extra
+    )
+    assert [row.token_ids for row in rows_of(batch, 0)] == [[5, 6], [7]]
+    assert batch.size == 2 and batch.slice(1, 2)["__extra__"] is extra
+    assert set(BatchedDataDict.from_batches([batch, batch])) == {"input_ids", "input_lengths"}
+    assert len(rows_of(BatchedDataDict(batch.data | {"idx": [4]}), 0)) == 2  # nor is any other entry, when generating
+
+
 def test_repeated_samples_are_copies() -> None:
     batch = BatchedDataDict({"log": [[]]}).repeat_interleave(2)
     batch["log"][0].append("said")
@@ -208,6 +219,7 @@ def test_a_configuration_becomes_settings() -> None:
         ({"top_k": 0}, "generation.top_k is 0"),
         ({"top_p": 0.0}, "generation.top_p is 0.0"),
         ({"temperature": -1}, "generation.temperature"),
+        ({"model_name": None}, "generation.model_name is None: it must be a folder or a name of the Hugging Face hub"),
         ({"max_new_tokens": 0}, "generation.max_new_tokens"),
         ({"stop_strings": "abc"}, "stop_strings is 'abc': it must be a list of strings"),
         ({"max_new_token": 5}, "generation has no key max_new_token"),

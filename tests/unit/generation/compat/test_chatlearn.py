@@ -141,6 +141,31 @@ def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, mo
     assert made.model_args == {"seq_length": 48, "temperature": 0.9, "max_new_tokens": 8}
 
 
+def test_chatlearns_own_file_is_read_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its defaults have characters that OmegaConf's grammar has not, and write None where YAML has null."""
+    path = tmp_path / "vllm.yaml"
+    path.write_text(
+        "seq_length: 64\nmax_new_tokens: 8\nstop_token_list: ${stop_token_list:<EOS>;</s>}\n"
+        "prompt_logprobs: ${prompt_logprobs:None}\nsliding_window: None\n"
+    )
+    made = VLLMModule(path, FakeLLM())
+    assert made.settings.stop == ["<EOS>", "</s>"]
+    assert made.model_args["prompt_logprobs"] is None and made.model_args["sliding_window"] is None
+    monkeypatch.setenv("stop_token_list", "<END>")
+    assert VLLMModule(path, FakeLLM()).settings.stop == ["<END>"]
+
+
+@pytest.mark.parametrize("name", ["num_gpu", "trainable", "pipeline_model_parallel_size", "num_scheduler_steps"])
+def test_keys_of_chatlearns_devices_and_scheduler_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not a hyper-parameter"):
+        module(**{name: 1})
+
+
+def test_a_models_name_is_not_taken_for_a_file() -> None:
+    with pytest.raises(ValueError, match="policy is not a file: give the hyper-parameters or a YAML file of them"):
+        VLLMModule("policy", FakeLLM())
+
+
 def test_the_pages_rlhf_yaml_names_the_models_file(tmp_path: Path) -> None:
     """The model's file is found relative to rlhf.yaml, whose own keys win. A recipe may name the file as well."""
     (tmp_path / "models").mkdir()

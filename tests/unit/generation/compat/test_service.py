@@ -19,6 +19,8 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 
+from generation.compat.nemo import generation as nemo
+from generation.compat.nemo.config import VllmConfig
 from generation.compat.torchrl import arguments
 from generation.compat.torchrl import service as service_module
 from generation.compat.torchrl.arguments import (
@@ -34,11 +36,12 @@ from generation.compat.torchrl.arguments import (
     start_timeout,
     wait_until_started,
 )
-from generation.compat.torchrl.replicas import RayReplica, UpdateGate
+from generation.compat.torchrl.replicas import LocalReplica, RayReplica, UpdateGate
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
 from generation.compat.torchrl.weights import _untied
 from generation.engine import replicas as engine_replicas
 from generation.engine.settings import EngineSettings
+from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_arguments
 
 IDS = {"prompt_token_ids": [1, 2, 3]}
@@ -456,6 +459,53 @@ def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(sys.modules, "ray", ray)
         engine_replicas.join_once(3)()
     assert joined == [3] and left == ["cluster"]
+
+
+def test_a_cluster_that_cannot_be_joined_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: left.append("cluster"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(engine_replicas, "join_cluster", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine_replicas.join_once(3)
+    assert left == ["cluster"]
+
+
+def test_an_actor_that_cannot_be_made_leaves_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(nemo, "join_once", lambda _: lambda: left.append("cluster"))
+    monkeypatch.setattr(nemo, "cluster_room", lambda: 1 / 0)
+    config = VllmConfig(backend="vllm", model_name="m", max_new_tokens=8, temperature=1.0)
+    config["vllm_cfg"] = {"max_model_len": 64, "backend": "ray"}
+    with pytest.raises(ZeroDivisionError):
+        nemo.VllmGenerationWorker(config)
+    assert left == ["cluster"]
+
+
+def test_an_actor_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(engine_replicas.Actor):
+        def __init__(self) -> None:
+            self.killed = False
+
+        async def call(self, method: str, *_: Any, **__: Any) -> Any:
+            await asyncio.sleep(3600)
+
+        def kill(self) -> None:
+            self.killed = True
+
+    monkeypatch.setattr(engine_replicas, "_STOP_SECONDS", 0.01)
+    actor = Silent()
+    asyncio.run(actor.close())
+    assert actor.killed
+
+
+@pytest.mark.parametrize("method", ["init_weight_transfer_engine", "update_weights_native", "sleep", "wake_up"])
+def test_the_sync_scheme_of_torchrl_is_refused_by_name(method: str) -> None:
+    replica = LocalReplica(settings(), EngineThread())
+    with pytest.raises(NotImplementedError, match=f"{method} is a method for TorchRL's VLLMWeightSyncScheme"):
+        getattr(replica, method)
+    with pytest.raises(AttributeError, match="LocalReplica has no attribute 'wakeup'"):
+        replica.wakeup  # noqa: B018
 
 
 def test_a_cluster_of_its_own_ends_with_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

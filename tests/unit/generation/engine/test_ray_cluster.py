@@ -15,6 +15,9 @@ from tests.support.real_run import GONE_SECONDS, ROOT
 STARTED = """
 import json, time
 import psutil
+import sys
+if len(sys.argv) > 1:
+    import ray  # which reads its variables for the first time now
 from generation.engine.replicas import cluster_address, join_cluster
 join_cluster(1)
 import ray
@@ -34,9 +37,10 @@ STRANGER = "import sys, ray; ray.init(sys.argv[1], logging_level='CRITICAL', log
 
 
 @pytest.mark.timeout(300)
-def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process() -> None:
+@pytest.mark.parametrize("imported", [[], ["ray"]], ids=["", "ray imported before"])
+def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process(imported: list[str]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", STARTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", STARTED, *imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as started:
         assert started.stdout is not None
         report = json.loads(started.stdout.readline())

@@ -76,6 +76,12 @@ def test_each_problem_is_one_sentence(tmp_path: Path, text: str, sentence: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_default_may_have_characters_that_interpolations_have_not(tmp_path: Path) -> None:
+    text = "model: {path: '${HOTBUNK_TEST_X:<m>;</s>}'}\ndata: {path: '${run.name}.jsonl'}\nrun: {name: d}\n"
+    config = load_config(write(tmp_path, recipe=text), [])
+    assert (config.model.path, config.data.path) == ("<m>;</s>", "d.jsonl")
+
+
 def test_defaults_stand_until_the_environment_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write(
         tmp_path,
