@@ -24,14 +24,14 @@ from generation import guardian
 _MAIN = ("init_main_from_name", "init_main_from_path")  # of `spawn.get_preparation_data`
 
 
-class _Popen(popen_spawn_posix.Popen):
+class _GuardedPopen(popen_spawn_posix.Popen):
     """A process as the base class starts it, but below a guardian, and without the program's main module."""
 
-    def __init__(self, process: "_CoreProcess") -> None:
+    def __init__(self, process: "_GuardedProcess") -> None:
         self._folder = process.folder
         super().__init__(process)
 
-    def _launch(self, process: "_CoreProcess") -> None:
+    def _launch(self, process: "_GuardedProcess") -> None:
         tracker = resource_tracker.getfd()  # type: ignore[attr-defined]
         sentinel, held_by_child = os.pipe()
         reader, writer = os.pipe()
@@ -50,7 +50,7 @@ class _Popen(popen_spawn_posix.Popen):
             self.finalizer = util.Finalize(self, util.close_fds, (sentinel, writer))  # type: ignore[attr-defined]
         self.sentinel = sentinel
 
-    def _pickled(self, process: "_CoreProcess") -> bytes:
+    def _pickled(self, process: "_GuardedProcess") -> bytes:
         """Return the bytes that `spawn.spawn_main` reads: settings of this process, then the process object."""
         settings = spawn.get_preparation_data(process.name)
         beginning = io.BytesIO()
@@ -66,25 +66,25 @@ class _Popen(popen_spawn_posix.Popen):
         return beginning.getvalue() + content.getvalue()
 
 
-class _CoreProcess(SpawnProcess):
+class _GuardedProcess(SpawnProcess):
     """A process of an engine core; `folder` is the private folder of its engine."""
 
     folder: Path
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        return _Popen(process_obj)
+        return _GuardedPopen(process_obj)
 
 
-class _Context(SpawnContext):
+class _GuardedContext(SpawnContext):
     """A multiprocessing context whose processes are below guardians."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
 
-    def Process(self, **arguments: Any) -> _CoreProcess:  # type: ignore[override]
-        process = _CoreProcess(**arguments)
+    def Process(self, **arguments: Any) -> _GuardedProcess:  # type: ignore[override]
+        process = _GuardedProcess(**arguments)
         process.folder = self._folder
         return process
 
@@ -98,7 +98,7 @@ def spawned_below(folder: Path) -> Iterator[None]:
     starter: Any = import_module("vllm.v1.engine.utils")
     original = starter.get_mp_context
     if original is import_module("vllm.utils.system_utils").get_mp_context:
-        starter.get_mp_context = lambda: _Context(folder)
+        starter.get_mp_context = lambda: _GuardedContext(folder)
     try:
         yield
     finally:

@@ -19,12 +19,12 @@ BEGINNING = """
 import atexit, json, os, sys, threading, time
 from pathlib import Path
 from generation import guardian
-from generation.engine.spawning import _Context
+from generation.engine.spawning import _GuardedContext
 with open("imports", "a") as file:
     file.write(__name__ + "\\n")
 folder, lock = guardian.private_folder("engine")
 atexit.register(guardian.remove, folder)
-context = _Context(folder)
+context = _GuardedContext(folder)
 """
 SLEEPER = """
 import os, subprocess
