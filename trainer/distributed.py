@@ -88,6 +88,7 @@ def init_process_group(
         cuda = False
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.set_float32_matmul_precision("highest")  # TF32 would be apart from the engine's products
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     crew, first, size = _store, 0, world - apart
     if apart:

@@ -12,7 +12,7 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import EVERYBODY, agreed, is_main, world_size
 from trainer.checks import check_budget, check_model, check_teacher
-from trainer.config.machine import resolve_device
+from trainer.config.machine import float32_products, resolve_device
 from trainer.config.placement import engine_workers
 from trainer.config.schema import TrainConfig
 from trainer.config.ways import local_ranks, with_chosen_way
@@ -80,6 +80,8 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
         screen.note(way)
     resources.enter_context(screen.follow(doing))
     device = rank_device(config)
+    if resolve_device(config) == "cuda":
+        screen.note(f"float32 products: {float32_products(os.environ)}")
     processor_arguments(config, resolve_device(config) == "cuda")
     tokenizer = load_tokenizer(config.model)
     config = check_model(config)

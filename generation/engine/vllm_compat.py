@@ -63,6 +63,10 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # as this process counts
         names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        if settings.dtype == "float32":
+            # Attention in float32 is Triton's (vllm/v1/attention/ops/triton_unified_attention.py), whose products are
+            # rounded to TF32 by default. Triton compiles anew when the variable changes.
+            env["TRITON_F32_DEFAULT"] = os.environ.get("TRITON_F32_DEFAULT", "ieee")
         return env | _CUDA_ENVIRONMENT | _rank_environment()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"

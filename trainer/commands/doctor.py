@@ -25,7 +25,12 @@ from rich.table import Table
 
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
 from trainer.config.checks import find_problems, models_of
-from trainer.config.machine import ALLOCATOR_VARIABLES, without_expandable_segments
+from trainer.config.machine import (
+    ALLOCATOR_VARIABLES,
+    FLOAT32_VARIABLES,
+    float32_products,
+    without_expandable_segments,
+)
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.ways import local_ranks, with_chosen_way
@@ -84,6 +89,7 @@ class Machine:
     shm_gib: float  # size of /dev/shm
     free_gib: float  # memory of the machine that is free
     allocator: Mapping[str, str]  # the variables that set torch's CUDA allocator
+    float32: Mapping[str, str]  # the variables that set the precision of float32 products
     loopback: str  # the error of a listener on 127.0.0.1, or ""
     temporary: str  # the error of a Unix socket in the folder for temporary files, or ""
     compiler: str  # path of a C++ compiler, or ""
@@ -155,6 +161,7 @@ def look(ranks: int | None = None) -> Machine:
         shm_gib=shm.f_frsize * shm.f_blocks / GIB if shm else 0.0,
         free_gib=psutil.virtual_memory().available / GIB,
         allocator={name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
+        float32={name: os.environ[name] for name in FLOAT32_VARIABLES if name in os.environ},
         loopback=_loopback(),
         temporary=_temporary(),
         compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
@@ -212,6 +219,8 @@ def judge(machine: Machine) -> Iterator[Finding]:
     fine = machine.shm_gib >= SHM_GIB or not shared
     yield _finding("/dev/shm", f"{machine.shm_gib:.2f} GiB", wanted, fine, remedy)
     yield from _judge_allocator(machine.allocator)
+    if machine.devices:
+        yield _judge_float32(machine.float32)
     remedy = "bring the loopback interface up (ip link set lo up): ranks and engines connect on 127.0.0.1"
     listening = machine.loopback or "127.0.0.1 listens"
     yield _finding("ports", listening, "a listener on 127.0.0.1", not machine.loopback, remedy)
@@ -265,6 +274,15 @@ def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
         yield _finding("allocator", f"{name}={setting}"[:80], wanted, kept is None and not asynchronous, remedy)
 
 
+def _judge_float32(variables: Mapping[str, str]) -> Finding:
+    """Return the finding about float32 products. torch's own variable is harmless, since a run sets the precision."""
+    fine = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+    overriding = [name for name, value in fine.items() if variables.get(name, value) != value]
+    remedy = f"unset {' and '.join(overriding)}: trainer and engine would round float32 products differently"
+    wanted = "highest precision, and no variable that overrides it"
+    return _finding("float32 products", float32_products(variables), wanted, not overriding, remedy)
+
+
 def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields findings about a recipe's problems and memory, for a rank per device unless `environ` says otherwise."""
     config = load_config(path, overrides)
@@ -295,7 +313,10 @@ def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Itera
     needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
     reason = "--facts leaves trials out" if facts_only else f"first fix: {first.what}" if first else ""
-    yield from ((trial, 1, reason) for trial in ("one engine", "pull", "zero copy"))
+    alone = ["one engine", "pull", "zero copy"]
+    if machine.devices:
+        alone.insert(1, "float32")  # the others are in bfloat16 there, and in float32 on a CPU
+    yield from ((trial, 1, reason) for trial in alone)
     if not reason and machine.ranks < 2:
         few = "there are fewer than two devices"
         reason = few if machine.devices else "it needs two devices, or --ranks 2 on a CPU"

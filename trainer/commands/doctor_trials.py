@@ -66,9 +66,12 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def recipe(folder: Path, device: str, way: str, ranks: int) -> TrainConfig:
-    """The configuration of a run with the model in `folder`; its data and rewards are never loaded."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
+def recipe(folder: Path, device: str, way: str, ranks: int, dtype: str = "") -> TrainConfig:
+    """The configuration of a run with the model in `folder`; its data and rewards are never loaded.
+
+    By default it is in bfloat16 on CUDA, and in float32 on a CPU.
+    """
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
     return TrainConfig.model_validate(
         {
@@ -201,6 +204,11 @@ def report_syncs(trial: Trial, report: ReportFn) -> MicroBatch:
     return batch
 
 
+def float32(trial: Trial, report: ReportFn) -> None:
+    """Tries float32, in which trainer and engine agree closely if neither rounds its products to TF32."""
+    report_syncs(trial, report)
+
+
 def zero_copy(trial: Trial, report: ReportFn) -> None:
     """Tries policy and engine in one memory, where later syncs move nothing."""
     report_syncs(trial, report)
@@ -226,7 +234,13 @@ def tensor_parallel(trial: Trial, report: ReportFn) -> None:
     report_syncs(trial, report)
 
 
-TRIALS = {"one engine": one_engine, "pull": pull, "zero copy": zero_copy, "tensor parallel": tensor_parallel}
+TRIALS = {
+    "one engine": one_engine,
+    "float32": float32,
+    "pull": pull,
+    "zero copy": zero_copy,
+    "tensor parallel": tensor_parallel,
+}
 WAYS = {"pull": "pull", "zero copy": "zero_copy"}
 
 
@@ -240,7 +254,8 @@ def main(name: str, device: str, findings: Path) -> int:
         if is_main():
             make_model(folder)
         exchange(None)  # all ranks wait until the model is complete
-        config = recipe(folder, device, WAYS.get(name, "staged"), world_size())
+        dtype = "float32" if name == "float32" else ""
+        config = recipe(folder, device, WAYS.get(name, "staged"), world_size(), dtype=dtype)
         prefix = "" if name == "one engine" else f"{name}: "
         file = resources.enter_context(findings.open("a", encoding="utf-8"))
 

@@ -18,6 +18,7 @@ from trainer.errors import UserError, quoted
 _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 """The variables that torchrun sets for a rank, with the least value of each."""
 
+FLOAT32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; of Linux's 4095 for a path, the run's files need some
 
@@ -102,6 +103,17 @@ def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if cuda_problem() is None else "cpu"
+
+
+def float32_products(environ: Mapping[str, str]) -> str:
+    """Return how trainer and engine compute float32 products on CUDA, with the variables that bear on it.
+
+    torch starts with TF32 if TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is 1, as in NVIDIA's containers, until it is told
+    otherwise, as `trainer.distributed` and vLLM tell it. NVIDIA_TF32_OVERRIDE overrides what its libraries are told,
+    and TRITON_F32_DEFAULT is the precision of the engine's attention in float32.
+    """
+    settings = [f"{name}={environ[name]}" for name in FLOAT32_VARIABLES if name in environ]
+    return ", ".join(["highest precision", *settings])
 
 
 def without_expandable_segments(setting: str) -> str | None:

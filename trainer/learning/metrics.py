@@ -1,9 +1,10 @@
 """A step's figures: those of its trajectories, of its updates, and of the gap between trainer and engine."""
 
 import math
+import os
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -15,6 +16,7 @@ from generation.trajectory import by_episode
 from sharding.ranks import all_reduce_max, all_reduce_sum, exchange, sum_counts
 from trainer.algorithms.corrections import correction_metrics
 from trainer.algorithms.losses import LEVELS
+from trainer.config.machine import resolve_device
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples
@@ -108,12 +110,29 @@ def check_first_gap(metrics: Metrics, config: TrainConfig) -> None:
         whose = f"{bound:g}, which sync.first_gap_limit = {limit:g} means in float32"
     if gap <= bound:
         return
+    trials = ", ".join(_gap_trials(config))
     raise UserError(
         f"trainer and engine are {gap:.2g} nats apart on average in the first step, more than {whose}, "
-        "so one of them does not compute this model as it was made: try engine.dtype float32, "
-        "engine.plain_cpu_weights false, batch.packing false, and model.routes engine for a mixture of experts, each "
-        "by itself; if the gap is meant to be, as with logits processors, set sync.first_gap_limit to null"
+        f"so one of them does not compute this model as it was made: try {trials or 'another model'}, each by itself; "
+        "if the gap is meant to be, as with logits processors, set sync.first_gap_limit to null"
     )
+
+
+def _gap_trials(config: TrainConfig) -> Iterator[str]:
+    """Yield the settings that may close the gap between trainer and engine, without those that are set already."""
+    engine, on_cpu = config.engine, resolve_device(config) == "cpu"
+    if (engine.dtype or config.policy.dtype) != "float32":
+        yield "engine.dtype float32"
+    elif not on_cpu and os.environ.get("TRITON_F32_DEFAULT", "ieee") != "ieee":
+        yield "the environment without TRITON_F32_DEFAULT"
+    for key in sorted(engine.extra.keys() & {*QUANTIZING, "kv_cache_dtype"}):
+        yield f"engine.extra without {key}"
+    if on_cpu and engine.plain_cpu_weights:
+        yield "engine.plain_cpu_weights false"
+    if config.batch.packing:
+        yield "batch.packing false"
+    if config.model.routes != "engine":
+        yield "model.routes engine for a mixture of experts"
 
 
 def gap_without_update(

@@ -65,6 +65,17 @@ def test_engines_on_cuda_are_spawned_whatever_this_process_has_done(monkeypatch:
     assert engine_environment(CUDA)["VLLM_WSL2_ENABLE_PIN_MEMORY"] == "1"
 
 
+def test_float32_attention_of_an_engine_on_cuda_is_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache knows the variable, so that no kernel compiled with another precision is used."""
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    exact = replace(CUDA, dtype="float32")
+    assert engine_environment(exact)["TRITON_F32_DEFAULT"] == "ieee"
+    for other in (replace(CUDA, dtype="bfloat16"), replace(CPU, dtype="float32")):
+        assert "TRITON_F32_DEFAULT" not in engine_environment(other)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert engine_environment(exact)["TRITON_F32_DEFAULT"] == "tf32x3"
+
+
 def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself

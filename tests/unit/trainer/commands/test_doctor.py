@@ -31,6 +31,7 @@ NODE = Machine(
     shm_gib=8.0,
     free_gib=500.0,
     allocator={},
+    float32={},
     loopback="",
     temporary="",
     compiler="/usr/bin/g++",
@@ -49,6 +50,16 @@ def failed(machine: Machine) -> dict[str, str]:
 def test_nothing_fails_on_a_sound_node_and_on_a_laptop_in_a_container() -> None:
     assert failed(NODE) == failed(LAPTOP) == {}
     assert failed(replace(LAPTOP, torch="2.13.0", torch_cuda="13.0")) == {}  # PyPI's own torch
+
+
+def test_variables_that_round_float32_products_are_named() -> None:
+    containers = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+    [finding] = [one for one in judge(replace(NODE, float32=containers)) if one.what == "float32 products"]
+    assert finding.verdict == "ok" and finding.found.startswith("highest precision, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1")
+    for name, value in (("NVIDIA_TF32_OVERRIDE", "1"), ("TRITON_F32_DEFAULT", "tf32")):
+        remedy = failed(replace(NODE, float32={name: value}))["float32 products"]
+        assert remedy.startswith(f"unset {name}: ")
+    assert not any(one.what == "float32 products" for one in judge(LAPTOP))
 
 
 CPUINFO = {
@@ -159,7 +170,7 @@ def test_a_trial_that_dies_or_hangs_is_reported_with_its_last_line(monkeypatch: 
 def test_trials_are_not_run_before_their_requirements_are_fixed() -> None:
     small = replace(NODE, devices=(replace(H100, free_gib=0.5),))
     reasons = [reason for _, _, reason in doctor.trials(small, list(judge(small)), False)]
-    assert reasons == ["first fix: memory of device 0"] * 4
+    assert reasons == ["first fix: memory of device 0"] * 5
     reasons = [reason for _, _, reason in doctor.trials(LAPTOP, list(judge(LAPTOP)), False)]
     assert reasons[:3] == ["", "", ""] and "--ranks 2" in reasons[3]
 

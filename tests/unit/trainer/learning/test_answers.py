@@ -122,10 +122,32 @@ def test_a_first_gap_beyond_the_limit_ends_the_run_with_what_to_try() -> None:
     for recipe in (config(), mixed, rounded):
         check_first_gap({"gap/mean": 0.1}, recipe)
         for gap in (0.11, math.nan):
-            with pytest.raises(UserError, match=r"nats apart.*sync.first_gap_limit = 0.1,.*engine.dtype.*to null"):
+            with pytest.raises(UserError, match=r"nats apart.*sync.first_gap_limit = 0.1,.*to null") as caught:
                 check_first_gap({"gap/mean": gap}, recipe)
+            assert ("engine.dtype float32" in str(caught.value)) == (recipe is not rounded)
+            assert ("engine.extra without kv_cache_dtype" in str(caught.value)) == (recipe is rounded)
     with pytest.raises(UserError, match=r"more than 0.002, which sync.first_gap_limit = 0.1 means in float32"):
         check_first_gap({"gap/mean": 0.0021}, exact)
+
+
+def test_what_to_try_for_a_gap_is_not_set_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    def advice(device: str, **sections: Any) -> str:
+        keys = {"run": {"device": device}, "policy": {"dtype": "float32"}, **sections}
+        config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | keys)
+        with pytest.raises(UserError) as caught:
+            check_first_gap({"gap/mean": 1.0}, config)
+        return str(caught.value).partition("it was made: try ")[2].partition(", each by itself")[0]
+
+    routes = "model.routes engine for a mixture of experts"
+    assert advice("cuda") == f"batch.packing false, {routes}"
+    assert advice("cpu", engine={"plain_cpu_weights": True}, batch={"packing": False}) == (
+        f"engine.plain_cpu_weights false, {routes}"
+    )
+    assert advice("cuda", policy={"dtype": "bfloat16"}, batch={"packing": False}) == f"engine.dtype float32, {routes}"
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    assert advice("cuda").startswith("the environment without TRITON_F32_DEFAULT, ")
+    done = {"model": {"path": "m", "routes": "engine"}, "batch": {"packing": False}}
+    assert advice("cpu", **done) == "another model"
 
 
 def test_sums_do_not_depend_on_which_rank_has_a_number() -> None:
