@@ -8,12 +8,14 @@ import binascii
 import functools
 import hashlib
 import io
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's others include some that start programs
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # with which such files begin
+_MARK = re.compile("(<image>|<video>)")  # in the texts of verl's and LLaMA-Factory's rows
+_LONGEST_SOURCE = 100  # characters of an image's source in a sentence
 _BOMB = 89_478_485  # pixels; Pillow's own limit (PIL.Image.MAX_IMAGE_PIXELS): a quarter of a GiB at 24 bits
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -72,7 +77,8 @@ class Image:
 
     @classmethod
     def read(cls, source: Any, limits: ImageLimits = ImageLimits()) -> Self:
-        """Read an image from a path, bytes, a data URL, a Pillow image, or `bytes` and `path` of a dataset's column.
+        """Read an image from a path, bytes, base64, a data or file URL, a Pillow image, or `bytes` and `path` of a
+        dataset's column.
 
         An `Image` is returned as it is; other sources are decoded once, to check them. Raises ValueError, whose message
         is a sentence about the image without its subject: "is not an image …".
@@ -122,16 +128,48 @@ def _encoded(source: Any) -> bytes:
             return base64.b64decode(body, validate=True)
         except binascii.Error as error:
             raise ValueError(f"is a data URL whose base64 is broken: {error}") from error
+    if isinstance(source, str) and (data := base64_image(source)) is not None:
+        return data
+    if isinstance(source, str) and source.startswith("file:"):
+        source = _path_of(source)
     if isinstance(source, str | Path):
         if "://" in str(source):
             raise ValueError(f"is a remote address ({str(source)[:60]}): give a file, bytes or a data URL")
         try:
             return Path(source).read_bytes()
-        except OSError as error:
-            raise ValueError(f"cannot be read: {error.strerror or error}: {source}") from error
+        except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot be read: {reason}: {_shortened(str(source))}") from error
     if hasattr(source, "convert") and hasattr(source, "size"):  # Pillow's
-        return _png(source)
+        return _png(_eight_bits(source))
     raise ValueError(f"is {type(source).__name__}, but must be a path, bytes, a data URL or a Pillow image")
+
+
+def base64_image(text: str) -> bytes | None:
+    """Return the file that a text of bare base64 holds if it begins as an image does, otherwise None."""
+    for length in (16, None):  # most texts are recognised by their beginning
+        try:
+            data = base64.b64decode(text[:length], validate=length is not None)
+        except ValueError:
+            return None
+        if not data.startswith(_MAGIC):
+            return None
+    return data
+
+
+def _path_of(url: str) -> Path:
+    """Return the path of a file URL. Raises ValueError, as `Image.read`, if it is on another host."""
+    path = url.removeprefix("file:")
+    if path.startswith("//"):
+        host, _, path = path.removeprefix("//").partition("/")
+        if host not in ("", "localhost"):
+            raise ValueError(f"is on another host ({_shortened(url)}): give a file of this one, bytes or a data URL")
+        path = f"/{path}"
+    return Path(unquote(path))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_SOURCE else f"{text[:_LONGEST_SOURCE]}…"
 
 
 def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
@@ -149,7 +187,7 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
             name = "data.max_image_pixels" if allowed < _BOMB and not resized else "any image may have"
             raise ValueError(f"has {image.width} x {image.height} pixels, more than {name} ({allowed})")
         image.load()
-        image = ImageOps.exif_transpose(image)
+        image = _eight_bits(ImageOps.exif_transpose(image))
         if image.has_transparency_data:
             image = image.convert("RGBA")
             ground = Pillow.new("RGBA", image.size, "white")
@@ -161,6 +199,30 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
         raise ValueError(f"is not an image of a known kind ({', '.join(_FORMATS)})") from error
     except (OSError, SyntaxError) as error:  # a broken PNG is a SyntaxError to Pillow
         raise ValueError(f"is broken: {error}") from error
+
+
+def _eight_bits(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    """Return a grey picture of more than 8 bits with 8, in which black and white are the same; others as they are.
+
+    White is the largest number of 16 bits, and 1 or 255 for 32 bits. Raises ValueError, as `Image.read`, if numbers of
+    32 bits are outside. Pillow's own conversion clips at 255 (https://github.com/python-pillow/Pillow/issues/3011).
+    """
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    import numpy
+    from PIL import Image as Pillow
+
+    values = numpy.asarray(image)
+    low, high = float(values.min()), float(values.max())
+    white = 255
+    if image.mode.startswith("I;16"):
+        white = 65535
+    elif image.mode == "F" and high <= 1:
+        white = 1
+    if not (low >= 0 and high <= white):  # NaN is outside, too
+        numbers = f"numbers of 32 bits from {low:g} to {high:g}"
+        raise ValueError(f"has {numbers}, which may mean any brightness: save it with 8 or 16 bits, or from 0 to 1")
+    return Pillow.fromarray(numpy.rint(values * (255 / white)).astype(numpy.uint8))
 
 
 def _png(image: "PIL.Image.Image") -> bytes:
@@ -244,6 +306,36 @@ def split_images(
     if left:
         raise ValueError(f"has {len(left)} images without a place in its messages")
     return plain, sources
+
+
+def with_places(messages: ChatMessages) -> list[dict[str, Any]]:
+    """Return messages in which each mark `<image>` in a text is the place of an image, `{"type": "image"}`.
+
+    An assistant's text stays as it is. Raises ValueError, whose message is a sentence without its subject, for a mark
+    `<video>`.
+    """
+    placed = []
+    for message in map(dict, messages):
+        content = message.get("content")
+        if content and message.get("role") != "assistant":
+            parts = [content] if isinstance(content, str) else list(content)
+            pieces = [piece for part in parts for piece in _split_at_marks(part)]
+            if pieces != parts:
+                message["content"] = pieces
+        placed.append(message)
+    return placed
+
+
+def _split_at_marks(part: Any) -> list[Any]:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str) or _MARK.search(text) is None:
+        return [part]
+    pieces: list[Any] = []
+    for piece in filter(None, _MARK.split(text)):
+        if piece == "<video>":
+            raise ValueError("has the mark <video> in its text, but videos are not read: leave the row out")
+        pieces.append({"type": "image"} if piece == "<image>" else {"type": "text", "text": piece})
+    return pieces
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:

@@ -117,6 +117,40 @@ def test_pixels_are_upright_and_on_white_where_an_image_is_transparent() -> None
     assert np.array_equal(np.asarray(upright.open()), np.rot90(np.asarray(lying), -1))
 
 
+RAMP = np.linspace(0, 1, 256).reshape(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind"),
+    [
+        (np.rint(RAMP * 65535).astype(np.uint16), "PNG"),
+        (np.rint(RAMP * 65535).astype(np.uint16), "TIFF"),
+        (np.rint(RAMP * 255).astype(np.int32), "TIFF"),
+        (RAMP.astype(np.float32), "TIFF"),
+        ((RAMP * 255).astype(np.float32), "TIFF"),
+    ],
+)
+def test_grey_pictures_of_more_than_8_bits_are_scaled_and_not_clipped(pixels: np.ndarray, kind: str) -> None:
+    seen = np.asarray(Image.read(encoded(PIL.Image.fromarray(pixels), kind)).open())
+    assert seen.dtype == np.uint8 and seen.mean() == pytest.approx(127.5, abs=0.1)
+    expected = np.array([[round(255 * value) for value in row] for row in RAMP.tolist()])
+    assert np.array_equal(seen, np.stack([expected] * 3, axis=-1))
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        (RAMP * 65535).astype(np.int32),
+        (RAMP * 300).astype(np.float32),
+        (RAMP - 0.5).astype(np.float32),
+        np.full((2, 2), np.nan, dtype=np.float32),
+    ],
+)
+def test_a_picture_whose_white_is_unknown_is_refused(pixels: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="which may mean any brightness: save it with 8 or 16 bits"):
+        Image.read(encoded(PIL.Image.fromarray(pixels), "TIFF"))
+
+
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
