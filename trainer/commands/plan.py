@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.host_memory import host_part
+from trainer.estimates.kernels import count_kernels
 from trainer.estimates.layouts import comparison
 from trainer.estimates.memory import COLUMNS, GIB, TIGHT, engine_parts, over_budget, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
@@ -78,6 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     if config.batch.share_prefixes or unshared:
         console.print(unshared or sharing(config, model, training, lengths))
     if gpu is not None:
+        model = with_kernels(config, model, lengths)
         console.print(seconds_table(config, model, ranks, gpu, lengths))
         for sentence in comparison(config, model, ranks, gpu, lengths) if ranks > 1 else ():
             console.print(sentence)
@@ -187,6 +190,13 @@ def sharing(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths
         f"Prompts of {lengths.prompt:g} tokens computed once for answers of {lengths.answer:g}: {tokens:,.0f} of a "
         f"rank's {logical:,.0f} tokens in a step ({logical / tokens:.2f} x fewer), {ratio:.2f} x fewer operations"
     )
+
+
+def with_kernels(config: TrainConfig, model: ModelSizes, lengths: Lengths) -> ModelSizes:
+    """Return the sizes with the kernels of a micro-batch of average sequences."""
+    length = math.ceil(lengths.prompt + lengths.answer)
+    rows = max(1, config.batch.tokens_per_micro_batch // length)
+    return replace(model, kernels=count_kernels(config, config.model.path, rows, length))
 
 
 def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
+from trainer.estimates.kernels import KernelCounts
 from trainer.model_structure import ModelFlops, decoder, encoder_layers, hidden_matrices, image_token, model_flops
 from trainer.policy.experts import dispatched_experts
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
@@ -39,6 +40,8 @@ class ModelSizes:
     # shapes of the adapters' factors; without adapters the weights themselves are trained
     adapters: Shapes = field(default_factory=dict)
     matrices: frozenset[str] = frozenset()  # names of the trained parameters that are matrices of hidden layers
+    # kernels of the decoder layers, counted (`trainer.estimates.kernels`) where seconds are estimated
+    kernels: KernelCounts = KernelCounts()  # noqa: RUF009 - it is immutable
 
     @property
     def total(self) -> int:

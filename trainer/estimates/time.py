@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.estimates.gpus import Gpu
-from trainer.estimates.memory import attention_elements, engine_dtype, kv_answer_bytes, layer_bytes, recomputed_layers
+from trainer.estimates.memory import GIB, attention_elements, engine_dtype, kv_answer_bytes, recomputed_layers
 from trainer.estimates.model_sizes import (
     ModelSizes,
     compute_width,
@@ -25,6 +25,7 @@ from trainer.estimates.model_sizes import (
     units_of,
 )
 from trainer.model_structure import attended
+from trainer.policy.logprobs import cuda_block_elements
 
 MATMUL = 0.68
 """Share of the peak that large bfloat16 products reach; assumed. Entire steps of Llama 3 reach 0.38 to 0.43 on H100s
@@ -51,13 +52,16 @@ DECODE_OVERHEAD = 1e-3
 SHIFT = 1.0
 """Seconds to sleep and wake, to collect garbage and to grow the allocator's memory again; estimated."""
 
-_ELEMENTWISE = 8
-"""Number of times that a kept activation crosses the memory: written and read in forward, the same when it is
-recomputed, read in backward, and its gradient written, read, and added up."""
+LAUNCH = 10e-6
+"""Seconds of the host's work for one kernel in eager PyTorch, which the device waits for if its kernels are shorter.
+Between Python, dispatcher, autograd and driver 5 to 25 microseconds are usual; assumed."""
 
-_LOGIT_BYTES = 48
-"""Bytes of memory traffic per logit: forward writes and reads it in bfloat16 and float32, for normaliser, choice and
-entropy; backward does so again, and writes and reads its gradient (`trainer.policy.logprobs`)."""
+_LOGIT_BYTES = 82
+"""Bytes of memory traffic per logit, counted at temperature 1 without a gradient of the entropy: 46 in the forward pass
+of `trainer.policy.logprobs`, and 36 in its backward pass. An entropy bonus adds 32, another temperature 24."""
+
+_BLOCK_KERNELS = 50
+"""Kernels of both passes for a block of logits, counted."""
 
 _HOST_MEMORY = 100e9
 """Bytes a second that the CPU reads and writes for one rank's optimizer; estimated."""
@@ -215,14 +219,19 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     trunk = model.flops.forward(tokens, 0, pairs)
     again = share * trunk + model.flops.forward(0, targets, 0)  # logits are recomputed, too
     products = (step_flops(config, model, ranks, lengths) + passes * again) / compute
-    traffic = (_ELEMENTWISE - 2 * (1 - share)) * layer_bytes(policy, model) * model.layers * tokens
-    elementwise = passes * (traffic + _LOGIT_BYTES * model.config["vocab_size"] * targets) / memory
+    counted = model.kernels.forward.times(1 + share) + model.kernels.backward
+    logits = model.config["vocab_size"] * targets
+    elementwise = passes * (counted.token_bytes * tokens + _LOGIT_BYTES * logits) / memory
     yield Cost("update: products", products, remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}")
     yield Cost("update: elementwise", elementwise, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
     shared = tokens * policy.sequence_parallel
     micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
-    busy = products + elementwise
+    blocks = passes * logits / cuda_block_elements(int(gpu.memory_gib * GIB))
+    kernels = micro_batches * counted.kernels + blocks * _BLOCK_KERNELS
+    waited = max(0.0, kernels * LAUNCH - products - elementwise)
+    yield Cost("update: launches", waited, kernels * LAUNCH - waited, f"{kernels:,.0f} kernels, started by the host")
+    busy = products + elementwise + waited
     if policy.offload_activations:  # to the host in forward and back in backward, on the stream that computes
         size = recomputed_layers(policy, model) * tokens * compute_width(policy) * model.config["hidden_size"]
         yield Cost("update: activations", passes * 2 * size / HOST, remark="inputs of recomputed layers")

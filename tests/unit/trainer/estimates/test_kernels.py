@@ -1,0 +1,105 @@
+"""Kernels that are counted on tensors without data: against whole trunks, against counts by hand, and in the plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import common
+import pytest
+import torch
+
+from tests.support.families import make_family
+from tests.support.released_models import write_config
+from tests.unit.trainer.commands.test_plan import recipe
+from tests.unit.trainer.estimates.test_cost import BILLION, GPU, LENGTHS, by_name, config
+from trainer.estimates import kernels
+from trainer.estimates.gpus import GPUS
+from trainer.estimates.kernels import KernelCounts, PassCount, count_kernels
+from trainer.estimates.model_sizes import model_sizes
+from trainer.estimates.time import _BLOCK_KERNELS, _LOGIT_BYTES, LAUNCH, Lengths, step_costs
+from trainer.model_structure import decoder
+from trainer.policy.hf_format import build_meta_model
+from trainer.policy.logprobs import block_shape, cuda_block_elements, target_logprobs
+
+
+def test_a_layer_of_qwen3_4b_launches_what_was_counted_by_hand(tmp_path: Path) -> None:
+    """Forward: 4 norms of 7 kernels, 7 products, 14 of rotary embeddings, SiLU, its product, 2 sums, attention."""
+    write_config("Qwen/Qwen3-4B", tmp_path)
+    counts = count_kernels(recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=16, length=1024)
+    norms, products, rotary = 4 * 7, 7, 14
+    assert counts.forward.kernels / 36 == norms + products + rotary + 2 + 2 + 1
+    gigabytes = 16_384 * (counts.forward.times(2) + counts.backward).token_bytes / 36 / 1e9
+    assert gigabytes == pytest.approx(43.8, abs=0.5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_oss"])
+def test_the_sum_over_kinds_of_layers_is_the_count_of_the_whole_trunk(tmp_path: Path, family: str) -> None:
+    make_family(family, tmp_path)
+    plan = recipe(tmp_path, policy={"dtype": "bfloat16"})
+    counts = count_kernels(plan, str(tmp_path), rows=2, length=64)
+    model = build_meta_model(tmp_path, plan.model, torch.bfloat16, torch.device("meta"))
+    model.config.get_text_config()._attn_implementation = kernels._COUNTED_ATTENTION
+    layers = decoder(model).layers
+    entire = kernels._trunk_counts(model, layers, 2, 64)
+    none = kernels._trunk_counts(model, layers[:0], 2, 64)
+    assert counts.forward.kernels == entire.forward.kernels - none.forward.kernels > 0
+    assert counts.backward.kernels == entire.backward.kernels - none.backward.kernels > 0
+    assert counts.forward.token_bytes == pytest.approx(entire.forward.token_bytes - none.forward.token_bytes)
+    assert counts.backward.token_bytes == pytest.approx(entire.backward.token_bytes - none.backward.token_bytes)
+
+
+def test_narrow_factors_of_adapters_count_by_their_bytes(tmp_path: Path) -> None:
+    write_config("Qwen/Qwen3-4B", tmp_path)
+    bare = count_kernels(recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=4, length=1024)
+    lora = recipe(tmp_path, policy={"dtype": "bfloat16"}, lora={"rank": 16})
+    adapted = count_kernels(lora, str(tmp_path), rows=4, length=1024)
+    # Each of seven layers multiplies twice, and scales and adds the result.
+    assert adapted.forward.kernels - bare.forward.kernels == 36 * 7 * 4
+    assert adapted.forward.token_bytes > bare.forward.token_bytes
+
+
+def test_bytes_and_kernels_of_the_head_are_those_of_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a small hidden size and no bytes of products, what is left is the traffic of logits."""
+    monkeypatch.setattr(kernels, "WIDE", 0)
+    tokens, hidden_size, vocabulary = 8192, 64, 65_536
+    hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(vocabulary, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(tokens, dtype=torch.int64, device="meta")
+    block = block_shape(cuda_block_elements(80 << 30), vocabulary)
+    with kernels._Counter() as counter:
+        logprobs, _ = target_logprobs(hidden, weight, None, targets, block=block)
+        torch.autograd.grad([logprobs], [hidden, weight], [torch.empty_like(logprobs)])
+    blocks = tokens * vocabulary / (block[0] * block[1])
+    assert counter.bytes / tokens / vocabulary == pytest.approx(_LOGIT_BYTES, rel=0.1)
+    assert counter.kernels / blocks == pytest.approx(_BLOCK_KERNELS, rel=0.1)
+
+
+def test_a_device_waits_for_the_host_where_kernels_are_many_and_short(tiny_qwen2: Path) -> None:
+    plan = config(tiny_qwen2)  # four micro-batches on four ranks, all layers recomputed
+    counts = KernelCounts(PassCount(1000, 0.0), PassCount(2000, 0.0))
+    few = by_name(step_costs(plan, replace(BILLION, kernels=counts), 4, GPU, LENGTHS))["update: launches"]
+    blocks = 38_400 * 100_000 / cuda_block_elements(80 << 30)
+    assert few.seconds == 0.0
+    assert few.hidden == pytest.approx(LAUNCH * (7 * 4000 + blocks * _BLOCK_KERNELS))
+    many = replace(BILLION, kernels=KernelCounts(PassCount(1e6, 0.0), PassCount(0.0, 0.0)))
+    costs = by_name(step_costs(plan, many, 4, GPU, LENGTHS))
+    working = costs["update: products"].seconds + costs["update: elementwise"].seconds
+    assert costs["update: launches"].hidden == pytest.approx(working)
+    assert costs["update: launches"].seconds == pytest.approx(LAUNCH * (7 * 2e6 + blocks * _BLOCK_KERNELS) - working)
+
+
+def test_the_one_measured_update_takes_at_most_twice_the_planned_seconds(tmp_path: Path) -> None:
+    """A policy of 0.5B on one H100 took 0.563 s for 24,908 tokens, 19,882 of them targets (docs/state-of-testing.md)."""
+    common.write_config(tmp_path, "0.5B", "bfloat16")
+    sections = {
+        "run": {"device": "cuda"},
+        "policy": {"dtype": "bfloat16", "activation_checkpointing": "none"},
+        "batch": {"prompts_per_step": 64, "tokens_per_micro_batch": 16_384},
+        "algorithm": {"group_size": 1},
+    }
+    plan = recipe(tmp_path, **sections)
+    lengths = Lengths(prompt=(24_908 - 19_882) / 64, answer=19_882 / 64)
+    counts = count_kernels(plan, str(tmp_path), rows=42, length=389)
+    model = replace(model_sizes(plan, str(tmp_path)), kernels=counts)
+    costs = step_costs(plan, model, 1, GPUS["h100"], lengths)
+    update = sum(cost.seconds for cost in costs if cost.name.startswith("update"))
+    assert 0.563 / 2 < update < 0.563
