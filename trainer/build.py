@@ -52,7 +52,8 @@ def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
     if lock is not None:
         lock.share(number, ranks)
     far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher hosts the store
-    with Watchdog(store(), number, ranks, far=far, device=str(rank_device(config))) as watchdog:
+    device, folder = str(rank_device(config)), config.run.folder
+    with Watchdog(store(), number, ranks, far=far, device=device, folder=folder) as watchdog:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
     destroy_process_group()

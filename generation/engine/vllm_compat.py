@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -101,13 +102,19 @@ def _rank_environment() -> dict[str, str]:
 
     vLLM looks for a free port and binds it later (https://github.com/vllm-project/vllm/issues/39015). Each process
     looks in a range of its own, below the system's ports, so that no two find the same port. vLLM also writes some
-    files of its compilation cache in place (vllm/compilation/backends.py), so that each rank has its own cache.
+    files of its compilation cache in place (vllm/compilation/backends.py), so that each rank has a cache of its own; on
+    several machines, which may share a home, its folder names the machine.
     """
     apart = {"VLLM_PORT": str(10_000 + os.getpid() % 1_400 * 16)}
-    if local_rank := int(os.environ.get("LOCAL_RANK", "0")):
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    several_machines = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    folders = [platform.node()] if several_machines else []
+    if local_rank:
+        folders.append(f"local_rank_{local_rank}")
+    if folders:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         root = os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm"
-        apart["VLLM_CACHE_ROOT"] = f"{os.path.expanduser(root)}/local_rank_{local_rank}"
+        apart["VLLM_CACHE_ROOT"] = os.path.join(os.path.expanduser(root), *folders)
     return apart
 
 

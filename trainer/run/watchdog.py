@@ -16,6 +16,9 @@ A rank that is asked to end informs the other ranks through the store, and learn
 
 An exception in a phase gets a note that names the innermost phase and the device, for the traceback and the launcher.
 
+Beside the stacks, each rank writes its latest collectives into the run's folder, as torch's flight recorder has them: the
+rank whose last collective differs from that of the others is the one that they wait for.
+
 A Python thread cannot run while C code holds the interpreter's lock. For that case, the deadline plus a margin is also
 set in `faulthandler`, whose timer runs without the interpreter.
 """
@@ -31,9 +34,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from sharding.ranks import RemoteError
 from trainer.run.processes import leave_word
@@ -74,8 +79,9 @@ class _Phase:
 class Watchdog:
     """Watches this rank's phases and, through a clone of `store`, those of all ranks.
 
-    Close it before the process group. `far` says that the store is on another machine; `device` is this rank's device.
-    `exit_process` ends the process; tests replace it.
+    Close it before the process group. `far` says that the store is on another machine; `device` is this rank's device;
+    `folder` is where a rank that leaves writes its latest collectives. `exit_process` ends the process; tests replace
+    it.
     """
 
     def __init__(
@@ -86,8 +92,10 @@ class Watchdog:
         exit_process: Callable[[int], object] = os._exit,
         far: bool = False,
         device: str = "cpu",
+        folder: Path | None = None,
     ) -> None:
         self._rank = rank
+        self._folder = folder
         self._device = device
         self._world_size = world_size
         self._exit = exit_process
@@ -294,6 +302,25 @@ class Watchdog:
             buffer.seek(0)
             stacks = buffer.read().decode(errors="replace")
         _say(f"rank {self._rank}: {phase}\n" + "".join(f"rank {self._rank} | {line}\n" for line in stacks.splitlines()))
+        if self._folder is not None:
+            path = self._folder / f"collectives-rank{self._rank}.json"
+            try:
+                path.write_bytes(latest_collectives())
+            except OSError as error:
+                _say(f"rank {self._rank}: its latest collectives cannot be written to {path}: {error.strerror}\n")
+            else:
+                _say(f"rank {self._rank}: its latest collectives are in {path}\n")
+
+
+def latest_collectives() -> bytes:
+    """Return this process's latest collectives as JSON, from torch's flight recorder, which keeps 2,000 by default.
+
+    NCCL's are recorded apart from those of other backends.
+    """
+    of_nccl = getattr(c10d, "_dump_nccl_trace_json", None)
+    if of_nccl is not None and dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        return bytes(of_nccl())
+    return bytes(c10d._dump_fr_trace_json())
 
 
 def alarm(store: dist.Store, why: str) -> None:

@@ -126,6 +126,20 @@ def test_engines_of_several_ranks_share_neither_ports_nor_a_cache(
     assert len(roots) == 8 and all(root.startswith("/fast") for root in roots)
 
 
+def test_two_machines_with_one_home_have_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/home/shared")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    roots = set()
+    for machine in ("node0", "node1"):
+        monkeypatch.setattr("platform.node", lambda machine=machine: machine)
+        for rank in range(8):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            roots.add(engine_environment(CUDA)["VLLM_CACHE_ROOT"])
+    assert len(roots) == 16
+    assert "/home/shared/node1" in roots and "/home/shared/node1/local_rank_7" in roots
+
+
 def test_the_environment_is_never_emptied_and_is_afterwards_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

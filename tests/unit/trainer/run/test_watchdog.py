@@ -64,6 +64,38 @@ def test_a_phase_past_its_deadline_names_what_it_waits_for_by_then(
     assert "  rank 0: step > rollout, 3 episodes in tools for 0." in text
 
 
+def test_a_rank_that_leaves_writes_its_latest_collectives(tmp_path: Path) -> None:
+    """In a process of its own, since it has a process group."""
+    code = """
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.run.watchdog import Watchdog
+
+ended = threading.Event()
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+dist.broadcast(torch.ones(5), 0)
+with Watchdog(store, 0, 1, lambda code: ended.set(), folder=Path(sys.argv[1])) as dog:
+    with dog.phase("step 3", 0.1):
+        assert ended.wait(120)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    path = tmp_path / "collectives-rank0.json"
+    assert f"rank 0: its latest collectives are in {path}" in done.stderr
+    entries = json.loads(path.read_text())["entries"]
+    assert [(entry["profiling_name"], entry["input_sizes"]) for entry in entries[:2]] == [
+        ("gloo:all_reduce", [[3]]),
+        ("gloo:broadcast", [[5]]),
+    ]
+
+
 def test_errors_name_their_phase_and_device(codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = tmp_path / "words"
     words.touch()
