@@ -2,8 +2,8 @@
 
 Nothing is assumed about a family: its own code runs, forward and backward, on the meta device, and every operation that
 would be a kernel on a GPU is noted with the bytes of its inputs and outputs. Attention counts as one kernel, as the
-trainer computes it. What PyTorch computes in one kernel elsewhere and in several here, and what fits into a cache, makes
-the true traffic smaller; what `policy.compile` fuses is not subtracted.
+trainer computes it. Caches, and operations that PyTorch fuses on a GPU alone, make the true traffic smaller. Kernels
+that `policy.compile` saves are not subtracted.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ _INDEXED_SUMS = ("scatter_add_", "index_add_", "index_put_", "_index_put_impl_")
 
 WIDE = 125
 """Operations per byte from which a product is as fast as its operations allow; a narrower one, such as that of an
-adapter's factor, counts by its bytes as well. It is the ratio of the sustained rates of an A100, 212e12 and 1.7e12; that
-of an H100 is 236."""
+adapter's factor, counts by its bytes as well. It is the ratio of the sustained rates of an A100, 212e12 and 1.7e12; an
+H100 has 236."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class KernelCounts:
 def count_kernels(config: TrainConfig, path: str, rows: int, length: int) -> KernelCounts:
     """Count the kernels of the decoder layers of the model at `path` for `rows` sequences of `length` tokens.
 
-    Layers of one kind, with equal classes and shapes, are counted once. A mixture is counted in bfloat16, the only dtype
-    of which torch knows the shape of a grouped product. Raises UserError if the model's code does not run on tensors
-    without data.
+    Layers of one kind, with equal classes and shapes, are counted once. A mixture is counted in bfloat16, since torch
+    knows the shape of a grouped product in that dtype alone. Raises UserError if the model's code does not run on
+    tensors without data.
     """
     meta = torch.device("meta")
     is_mixture = any(model_config(path).get(key) for key in EXPERT_KEYS)
@@ -156,10 +156,10 @@ class _Counter(TorchDispatchMode):
             self.bytes += 2 * _bytes(outputs) + _bytes(inputs[1:])
         elif name in _INDEXED_SUMS:
             self.bytes += 3 * _bytes(inputs[-1:]) + _bytes(inputs[1:-1])
-        elif name not in _PRODUCTS:
-            self.bytes += _bytes(inputs) + _bytes(outputs)
-        elif _operations(name, inputs, outputs) < WIDE * (_bytes(inputs) + _bytes(outputs)):
-            self.bytes += _bytes(inputs) + _bytes(outputs)
+        else:
+            moved = _bytes(inputs) + _bytes(outputs)
+            if name not in _PRODUCTS or _operations(name, inputs, outputs) < WIDE * moved:
+                self.bytes += moved
         return result
 
 

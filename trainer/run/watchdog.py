@@ -16,8 +16,8 @@ A rank that is asked to end informs the other ranks through the store, and learn
 
 An exception in a phase gets a note that names the innermost phase and the device, for the traceback and the launcher.
 
-Beside the stacks, each rank writes its latest collectives into the run's folder, as torch's flight recorder has them: the
-rank whose last collective differs from that of the others is the one that they wait for.
+Beside the stacks, each rank writes its latest collectives into the run's folder, as torch's flight recorder has them.
+The rank whose last collective differs from that of the others is the one that they wait for.
 
 A Python thread cannot run while C code holds the interpreter's lock. For that case, the deadline plus a margin is also
 set in `faulthandler`, whose timer runs without the interpreter.
