@@ -107,7 +107,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         cycle = " includes ".join([str(above[0]), *(file.name for file in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
     try:  # OmegaConf has no default of its own that holds `;` or `<`, so it sees the text after defaults are filled in
-        values = OmegaConf.to_container(OmegaConf.create(fill_defaults(loaded)), resolve=False)
+        values: Any = OmegaConf.to_container(OmegaConf.create(fill_defaults(loaded)), resolve=False)
     except (ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{path}{_included_by(above)} cannot be read: {first_line(error)}") from error
     assert isinstance(values, dict)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from generation.engine.devices import device_names
@@ -395,11 +396,10 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
 def _read_secret() -> None:
     """Have this process's Ray use the secret in the environment. Raises RuntimeError where it does not."""
     try:
-        from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, Config, get_authentication_mode
-
-        AuthenticationTokenLoader.instance().reset_cache()
-        Config.initialize("")  # as Ray does in ray/_private/authentication/authentication_token_setup.py
-        takes_secret = get_authentication_mode() == AuthenticationMode.TOKEN
+        raylet: Any = import_module("ray._raylet")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")  # as Ray does in ray/_private/authentication/authentication_token_setup.py
+        takes_secret = raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
     except (AttributeError, ImportError):
         takes_secret = False
     if not takes_secret:

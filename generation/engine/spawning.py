@@ -27,6 +27,8 @@ _MAIN = ("init_main_from_name", "init_main_from_path")  # of `spawn.get_preparat
 class _GuardedPopen(popen_spawn_posix.Popen):
     """A process as the base class starts it, but below a guardian, and without the program's main module."""
 
+    _fds: list[int]  # descriptors that the process inherits; pickling adds to them
+
     def __init__(self, process: "_GuardedProcess") -> None:
         self._folder = process.folder
         super().__init__(process)

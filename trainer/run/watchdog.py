@@ -320,7 +320,7 @@ def latest_collectives() -> bytes:
     of_nccl = getattr(c10d, "_dump_nccl_trace_json", None)
     if of_nccl is not None and dist.is_initialized() and "nccl" in str(dist.get_backend()):
         return bytes(of_nccl())
-    return bytes(c10d._dump_fr_trace_json())
+    return bytes(c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # absent from torch's stubs
 
 
 def alarm(store: dist.Store, why: str) -> None:
