@@ -34,7 +34,7 @@ class _GuardedPopen(popen_spawn_posix.Popen):
         super().__init__(process)
 
     def _launch(self, process: "_GuardedProcess") -> None:
-        tracker = resource_tracker.getfd()  # type: ignore[attr-defined]
+        tracker: Any = resource_tracker.getfd()  # type: ignore[attr-defined]
         sentinel, held_by_child = os.pipe()
         reader, writer = os.pipe()
         command = [sys.executable, "-I", "-S", guardian.__file__, "0", str(os.getpid()), str(self._folder), ""]
