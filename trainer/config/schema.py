@@ -248,7 +248,9 @@ class PolicyConfig(Section):
     )  # fmt: skip
     fp32_head: bool = key(False, "compute logits in float32, in the policy and in the engines, whatever their dtype")
     optimizer: str = key(
-        "adamw", "the optimizer; or your own class, pkg.mod:Name or file.py:Name (docs/memory-and-scale.md)",
+        "adamw",
+        "the optimizer; or your own class, pkg.mod:Name or file.py:Name, which is tried in 240 steps "
+        "(docs/memory-and-scale.md says what no trial can see)",
         adamw="AdamW, fused", muon="fsdp only: Muon for the matrices of hidden layers, AdamW for everything else",
     )  # fmt: skip
     optimizer_options: dict[str, Any] = key({}, "further arguments of Muon, or of your own class")

@@ -14,12 +14,18 @@ from torch import Tensor, nn
 
 from generation.importing import load
 from trainer.config.schema import PolicyConfig
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.policy.muon import MuonAndAdamW
 from trainer.policy.optimizer import decay_groups, make_adamw
 
 _Parameters = Mapping[str, nn.Parameter]
 _OTHER = "name another optimizer"
+_IN_STATE = "keep it as a tensor in the state of a weight, or name another optimizer"
+
+# Long enough for state that begins late: AdamW with a warm start, or statistics that are refreshed every 100 steps.
+_TRIAL_STEPS = 240
+_RESUMED_AFTER = (2, 200)
+_TRIAL_RATE = 0.01
 
 
 def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: PolicyConfig) -> torch.optim.Optimizer:
@@ -42,9 +48,9 @@ def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: 
                 f"policy.optimizer: {name} makes its state when it is built, not in its first step: {_OTHER}"
             )
         _make_state(optimizer)
-    except UserError:
+    except (UserError, Interrupted):
         raise
-    except Exception as error:  # the user's class may raise anything
+    except BaseException as error:  # the user's class may raise anything
         kinds = " or ".join(sorted({type(parameter.data).__name__ for parameter in parameters.values()}))
         what = f"cannot step a {kinds}" if optimizer else "refuses its arguments; correct policy.optimizer_options"
         raise UserError(f"policy.optimizer: {name} {what} ({type(error).__name__}: {error})") from error
@@ -107,23 +113,29 @@ def try_optimizer(settings: PolicyConfig, shards: int) -> None:
     """
     try:
         _try(settings, shards)
-    except UserError:
+    except (UserError, Interrupted):
         raise
-    except Exception as error:  # an optimizer may raise anything for options that it accepted
-        where = f"fails in a trial of three steps on the CPU ({type(error).__name__}: {error})"
+    except BaseException as error:  # an optimizer may raise anything for options that it accepted
+        where = f"fails in a trial on the CPU ({type(error).__name__}: {error})"
         remedy = f"correct policy.optimizer_options, or {_OTHER}"
         raise UserError(f"policy.optimizer: {settings.optimizer} {where}: {remedy}") from error
 
 
 def _try(settings: PolicyConfig, shards: int) -> None:
-    name, undisturbed = settings.optimizer, _trial(settings, range(3))
-    resumed = _trial(settings, range(2, 3), _trial(settings, range(2)))
-    equal = (torch.equal(tensor, undisturbed[key]) for key, tensor in resumed.items() if key in undisturbed)
-    if resumed.keys() != undisturbed.keys() or not all(equal):
-        why = "does not continue from the tensors in its state as if it had not stopped, which checkpoints need"
-        raise UserError(f"policy.optimizer: {name} {why}: {_OTHER}")
+    name = settings.optimizer
+    steps = _TRIAL_STEPS if starts_without_state(settings) else 3  # what AdamW and Muon keep is known
+    undisturbed = _trial(settings, range(steps))
+    for count in _RESUMED_AFTER:
+        if count >= steps:
+            continue
+        saved = _trial(settings, range(count))
+        resumed = _trial(settings, range(count, steps), saved)
+        equal = (torch.equal(tensor, undisturbed[key]) for key, tensor in resumed.items() if key in undisturbed)
+        if resumed.keys() != undisturbed.keys() or not all(equal):
+            why = f"does not continue from the tensors in its state after {count} steps as if it had not stopped"
+            raise UserError(f"policy.optimizer: {name} {why}, which checkpoints need: {_OTHER}")
     if shards > 1 and ":" in name:
-        halves = [_trial(settings, range(3), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))]
+        halves = [_trial(settings, range(steps), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))]
         if not torch.equal(torch.cat(halves), undisturbed["matrix"]):
             why = f"computes with whole matrices, of which each of {shards} ranks has some rows"
             raise UserError(f"policy.optimizer: {name} {why}: train on one rank, or set it to muon or adamw")
@@ -195,22 +207,66 @@ def _trial(
         set_steps(optimizer, steps.start)
     elif starts_without_state(settings):
         optimizer.state.clear()
-    before = _group_values(optimizer)
+    groups_before = _group_values(optimizer)
+    attributes_before = _attribute_values(optimizer)
     for step in steps:
         for group in optimizer.param_groups:
-            group["lr"] = 0.1
+            group["lr"] = _TRIAL_RATE
         for name, gradient in _trial_weights(1 + step, rows).items():
             weights[name].grad = gradient.detach()
         optimizer.step()
-    for group, earlier in zip(_group_values(optimizer), before, strict=True):
-        for key in group.keys() | earlier.keys():
-            if (key in group) != (key in earlier) or group[key] != earlier[key]:
-                what = f"changes {key!r} of its groups in a step, which no checkpoint has"
-                raise UserError(f"policy.optimizer: {settings.optimizer} {what}: {_OTHER}")
-    return {**weights, **saved_state(optimizer, weights)}
+    for group, earlier in zip(_group_values(optimizer), groups_before, strict=True):
+        _check_unchanged(earlier, group, "{!r} of its groups", settings.optimizer)
+    _check_unchanged(attributes_before, _attribute_values(optimizer), "its attribute {!r}", settings.optimizer)
+    _check_state(optimizer, settings.optimizer)
+    tensors = {**weights, **saved_state(optimizer, weights)}
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        what = f"reaches values that are not finite in {len(steps)} steps on gradients of size 1"
+        raise UserError(f"policy.optimizer: {settings.optimizer} {what}: correct policy.optimizer_options")
+    return tensors
 
 
 def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Copies of what an optimizer's groups have besides parameters and the learning rate; tensors as lists."""
     kept = [{key: value for key, value in g.items() if key not in ("params", "lr")} for g in optimizer.param_groups]
     return [{k: v.tolist() if torch.is_tensor(v) else deepcopy(v) for k, v in group.items()} for group in kept]
+
+
+def _attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
+    """Return the values that can be reached from each attribute of an optimizer and of its class, as text.
+
+    State, groups and weights are left out: checkpoints have them, or another check compares them.
+    """
+    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    elsewhere = [optimizer, optimizer.state, optimizer.param_groups, *optimizer.param_groups, *weights]
+    attributes = {**vars(type(optimizer)), **vars(optimizer)}
+    return {name: list(_values(value, {id(thing) for thing in elsewhere})) for name, value in attributes.items()}
+
+
+def _values(thing: Any, seen: set[int]) -> Iterator[str]:
+    """Yield the numbers, texts and tensors in a value, in its items and in its attributes, as text; `seen` are ids."""
+    if inspect.isroutine(thing) or inspect.isclass(thing) or inspect.ismodule(thing) or id(thing) in seen:
+        return
+    if torch.is_tensor(thing):
+        yield repr(thing.tolist())
+        return
+    if isinstance(thing, Mapping):
+        parts = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | frozenset):
+        parts = list(thing)
+    elif hasattr(thing, "__dict__"):
+        parts = [vars(thing)]
+    else:
+        yield repr(thing)
+        return
+    seen.add(id(thing))
+    for part in parts:
+        yield from _values(part, seen)
+
+
+def _check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any], what: str, name: str) -> None:
+    """Raise UserError about the first key whose value a step has changed; `what` is a noun with a place for the key."""
+    for key in sorted(before.keys() | after.keys()):
+        if (key in before) != (key in after) or before[key] != after[key]:
+            changed = f"changes {what.format(key)} in a step, which no checkpoint has"
+            raise UserError(f"policy.optimizer: {name} {changed}: {_IN_STATE}")

@@ -55,7 +55,11 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
-    """Describes the first of `tensors` that a checkpoint does not have in this shape and dtype; "" if all fit."""
+    """Describe the first difference between `tensors` and those of a checkpoint; "" if they are the same.
+
+    A tensor may be missing there, have another shape or dtype, or be there alone. Parts of a checkpoint, such as a
+    critic, of which `tensors` has nothing at all are not compared.
+    """
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
@@ -63,6 +67,10 @@ def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
         if (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
             there = f"{entry.properties.dtype} of size {list(entry.size)}"
             return f"{name} is {there} there and {tensor.dtype} of size {list(tensor.shape)} here"
+    parts = {name.partition(".")[0] for name in tensors}
+    for name in metadata.state_dict_metadata:
+        if name not in tensors and name.partition(".")[0] in parts:
+            return f"it has {name}, which nothing would read here"
     return ""
 
 

@@ -1,5 +1,6 @@
 """Optimizers other than AdamW: which parameters they have, what is refused before a run, and the planned bytes."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,94 @@ class Normed(torch.optim.SGD):
             for parameter in group["params"]:
                 parameter.grad /= parameter.grad.norm() + 1e-9
         return super().step(closure)
+
+
+class Recalling(torch.optim.SGD):
+    """Counts its steps in an attribute, and pulls weights back at every hundredth."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.done = {"steps": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps as SGD, and pulls back at times."""
+        self.done["steps"] += 1
+        if self.done["steps"] % 100 == 0:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.mul_(0.5)
+        return super().step(closure)
+
+
+class Classwide(torch.optim.SGD):
+    """Counts the steps of all its objects."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps as SGD."""
+        type(self).count += 1
+        return super().step(closure)
+
+
+class Wrapping(torch.optim.SGD):
+    """Leaves its steps to an optimizer that keeps its own second moments."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.inner = torch.optim.RMSprop(self.param_groups, lr=options["lr"])
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps as the inner one."""
+        return self.inner.step(closure)
+
+
+class Late(torch.optim.Optimizer):
+    """Divides by a second moment that begins after `warmup` steps."""
+
+    def __init__(self, params: Any, lr: float, warmup: int = 5, shape: str = "weight") -> None:
+        super().__init__(params, {"lr": lr, "warmup": warmup, "shape": shape})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Steps as SGD first, and later as RMSprop."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                direction = parameter.grad
+                if state["step"] > group["warmup"]:
+                    begun = torch.zeros_like(parameter) if group["shape"] == "weight" else parameter.new_zeros(7)
+                    second = state.setdefault("second", begun)
+                    if group["shape"] == "weight":
+                        second.lerp_(direction.square(), 0.1)
+                        direction = direction / (second.sqrt() + 1e-3)
+                parameter.sub_(direction, alpha=group["lr"])
+
+
+class Exiting(torch.optim.SGD):
+    """Ends the process in its third step, or when it is made."""
+
+    def __init__(self, params: Any, lr: float, at: int = 3) -> None:
+        self.steps_left = at
+        if not at:
+            sys.exit(0)
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        """Ends the process at last."""
+        self.steps_left -= 1
+        if not self.steps_left:
+            sys.exit(0)
+        return super().step(closure)
+
+
+class Interrupting(torch.optim.SGD):
+    """Raises what only Python itself should."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Raises KeyboardInterrupt."""
+        raise KeyboardInterrupt
 
 
 def keys(policy: Any) -> dict[str, set[str]]:
@@ -140,13 +229,24 @@ def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(one_rank: 
         ("torch.optim:SparseAdam", {}, r"SparseAdam cannot step a Tensor \(RuntimeError"),
         ("torch.optim:Rprop", {"weight_decay": 0.1}, "policy.weight_decay is set, but torch.optim:Rprop takes no"),
         ("torch.optim:Adagrad", {}, "torch.optim:Adagrad makes its state when it is built"),
-        ("muon", {"optimizer_options": {"ns_steps": 100}}, "muon fails in a trial .* on the CPU .ValueError"),
-        ("muon", {"optimizer_options": {"ns_steps": "5"}}, "muon fails in a trial .* on the CPU .TypeError"),
+        ("muon", {"optimizer_options": {"ns_steps": 100}}, "muon fails in a trial on the CPU .ValueError"),
+        ("muon", {"optimizer_options": {"ns_steps": "5"}}, "muon fails in a trial on the CPU .TypeError"),
         ("muon", {"optimizer_options": {"ns_coefficients": [1, 2]}}, "muon fails in .*: correct policy.optimizer_opt"),
-        ("muon", {"optimizer_options": {"eps": None}}, "muon fails in a trial .* on the CPU"),
+        ("muon", {"optimizer_options": {"eps": None}}, "muon fails in a trial on the CPU"),
         (f"{__name__}:Counting", {}, "Counting changes 'count' of its groups in a step, which no checkpoint has"),
         (f"{__name__}:Decaying", {}, "Decaying changes weights in a step without gradients at a learning rate of 0"),
-        (f"{__name__}:Restless", {}, "Restless does not continue from the tensors in its state as if"),
+        (f"{__name__}:Restless", {}, "Restless changes its attribute 'count' in a step"),
+        (f"{__name__}:Recalling", {}, "changes its attribute 'done' in a step, .*: keep it as a tensor in the state"),
+        (f"{__name__}:Classwide", {}, "Classwide changes its attribute 'count' in a step"),
+        (f"{__name__}:Wrapping", {}, "Wrapping changes its attribute 'inner' in a step"),
+        (f"{__name__}:Late", {}, "does not continue from the tensors in its state after 200 steps"),
+        (f"{__name__}:Late", {"optimizer_options": {"warmup": 150}}, "does not continue .* after 200 steps"),
+        (f"{__name__}:Late", {"optimizer_options": {"shape": "own"}}, r"keeps 'second', a tensor of shape \[7\]"),
+        (f"{__name__}:Exiting", {}, "Exiting fails in a trial on the CPU .SystemExit: 0"),
+        (f"{__name__}:Exiting", {"optimizer_options": {"at": 1}}, "Exiting cannot step a Tensor .SystemExit: 0"),
+        (f"{__name__}:Exiting", {"optimizer_options": {"at": 0}}, "Exiting refuses its arguments.*SystemExit: 0"),
+        (f"{__name__}:Interrupting", {}, "Interrupting cannot step a Tensor .KeyboardInterrupt"),
+        ("torch.optim:SGD", {"optimizer_options": {"momentum": 5}}, "reaches values that are not finite in 240 steps"),
         (f"{__name__}:Normed", {}, "Normed computes with whole matrices, of which each of 2 ranks has some rows"),
     ],
 )
@@ -162,7 +262,18 @@ def test_a_class_that_refuses_to_have_no_parameters_is_named() -> None:
         make_optimizer({}, (), PolicyConfig(optimizer="torch.optim:SGD"))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "torch.optim:NAdam", "torch.optim:RMSprop", f"{__name__}:Normed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        "muon",
+        "torch.optim:NAdam",
+        "torch.optim:RMSprop",
+        "torch.optim:RAdam",
+        "torch.optim:Adamax",
+        f"{__name__}:Normed",
+    ],
+)
 def test_other_optimizers_are_not_refused(name: str) -> None:
     try_optimizer(PolicyConfig(optimizer=name), 1 if "Normed" in name else 2)
 
@@ -180,6 +291,21 @@ def test_other_optimizers_are_not_refused(name: str) -> None:
         ({"optimizer": "muon", "optimizer_options": {"lr": 1}}, "policy.optimizer_options has lr, which policy.lr"),
         ({"optimizer": "a:B", "betas": [0.5, 0.9]}, "policy.betas is set, but policy.optimizer is a:B: put"),
         ({"optimizer": "muon", "betas": [0.5, 0.9]}, ""),
+        ({"optimizer": "muon", "optimizer_options": {"ns_steps": -1}}, "policy.optimizer_options: ns_steps is -1, but"),
+        ({"optimizer": "muon", "optimizer_options": {"ns_steps": 31}}, "policy.optimizer_options: ns_steps is 31, but"),
+        ({"optimizer": "muon", "optimizer_options": {"ns_steps": 2.0}}, "policy.optimizer_options: ns_steps is 2.0"),
+        ({"optimizer": "muon", "optimizer_options": {"momentum": 5.0}}, "policy.optimizer_options: momentum is 5.0"),
+        ({"optimizer": "muon", "optimizer_options": {"momentum": 1}}, "policy.optimizer_options: momentum is 1, but"),
+        ({"optimizer": "muon", "optimizer_options": {"eps": 0}}, "policy.optimizer_options: eps is 0, but should be"),
+        ({"optimizer": "muon", "optimizer_options": {"nesterov": "no"}}, "policy.optimizer_options: nesterov is 'no'"),
+        ({"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1, 2]}}, "policy.optimizer_options: ns_coeff"),
+        (
+            {"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1000, 1000, 1000]}},
+            "policy.optimizer_options: ns_coefficients is [1000, 1000, 1000], but should be three numbers a, b, c such",
+        ),
+        ({"optimizer": "muon", "optimizer_options": {"ns_coefficients": [-3.4, 4.7, -2]}}, "policy.optimizer_options"),
+        ({"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1.5, -0.5, 0], "ns_steps": 9}}, ""),
+        ({"optimizer": "muon", "optimizer_options": {"momentum": 0, "eps": 1e-9, "ns_steps": 30}}, ""),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(policy: dict[str, Any], sentence: str) -> None:

@@ -245,6 +245,17 @@ def test_other_shapes_and_dtypes_do_not_fit(run: TrainConfig, value: torch.Tenso
     part.tensors["more"] = torch.zeros(2)
     with pytest.raises(UserError, match="does not fit this model: it lacks part.more"):
         checkpoint.load(run.run.folder / "checkpoints" / "step_2", {"part": part})
+    part = Numbers(0)
+    del part.tensors["bias"]
+    with pytest.raises(UserError, match="does not fit this model: it has part.bias, which nothing would read here"):
+        checkpoint.load(run.run.folder / "checkpoints" / "step_2", {"part": part})
+
+
+def test_a_part_that_is_not_asked_for_stays_in_its_checkpoint(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {"policy": Numbers(1), "critic": Numbers(2)}, {})
+    policy = Numbers(0)
+    checkpoint.load(path, {"policy": policy})
+    assert policy.values() == Numbers(1).values()
 
 
 @pytest.mark.parametrize("declared", ["a tensor", "bytes"])
