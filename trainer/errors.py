@@ -1,6 +1,7 @@
 """`UserError` for mistakes that the user can fix, and helpers that quote values in its sentences."""
 
 import signal
+import traceback
 
 _LONGEST_VALUE = 80
 _GAP = " […] "
@@ -49,3 +50,10 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+
+
+def exit_sentence(left: SystemExit) -> str:
+    """Return the sentence about code of the user's, or of a library, that wanted to end the process."""
+    frame = traceback.extract_tb(left.__traceback__)[-1]
+    called = f"{frame.filename}, line {frame.lineno}, ends the process (SystemExit: {left.code})"
+    return f"{called}: let it return, or raise another exception"

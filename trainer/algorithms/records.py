@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
     import torch as torch
@@ -95,7 +95,9 @@ class Record:
             return self.function(**arguments)
         try:
             result = self.function(**arguments)
-        except Exception as error:
+        except Interrupted:
+            raise
+        except BaseException as error:  # the user's function may raise anything
             stack, file = traceback.extract_tb(error.__traceback__)[1:], inspect.getfile(self.function)
             line = next((f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), "")
             raise UserError(f"{self.source} raised {type(error).__name__}{line}: {error}") from error

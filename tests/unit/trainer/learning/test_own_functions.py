@@ -128,6 +128,7 @@ def endless(log_ratio, advantages): return log_ratio / 0 * advantages, advantage
 def flat(rewards): return rewards[0]
 def undefined(rewards): return rewards / 0
 def text(rewards, mask): return "much"
+def ends(rewards): raise SystemExit(0)
 seven = 7
 """
 
@@ -180,6 +181,7 @@ def test_a_missing_file_is_named() -> None:
         ("advantage", "flat", "returned a tensor of shape [4] for tensors of shape [1, 4]"),
         ("advantage", "undefined", "values that are not finite"),
         ("advantage", "text", "returned str, but should return advantages"),
+        ("advantage", "ends", "raised SystemExit in line 16: 0"),
     ],
 )
 def test_a_function_with_invalid_results_is_named_in_one_sentence(
