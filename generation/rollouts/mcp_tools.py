@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.client_process import Copier
@@ -200,6 +201,7 @@ class _Session:
         """Calls a tool. Returns its reply as text, or raises RuntimeError with it where the reply is an error."""
         from mcp import MCPError
 
+        to_json([[[[arguments]]]])  # in a message, what cannot be written would end the connection for all episodes
         client = await asyncio.shield(self._client)
         self.output.characters = self.output.lines = 0
         try:

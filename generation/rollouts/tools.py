@@ -53,7 +53,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
     def read(body: str) -> ToolCall:
         try:
             call = json.loads(body)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             return ToolCall(malformed=f"the tool call is not valid JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return ToolCall(malformed='a tool call is an object with "name" and "arguments"')
@@ -64,10 +64,11 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 def named_call(name: str, arguments: Any) -> ToolCall:
     """Returns a call with arguments that are an object, or the JSON text of one, as some models write it."""
+    name = name.encode(errors="replace").decode()  # JSON may hold lone surrogates, which no tokenizer takes
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             return ToolCall(name, malformed=f"the arguments of {name} are not valid JSON: {error}")
     if not isinstance(arguments, dict):
         return ToolCall(name, malformed=f"the arguments of {name} are not an object")
@@ -87,7 +88,7 @@ def parse_inline(text: str) -> ToolCall:
             return ToolCall(malformed=f"{text.strip()!r:.100} is not a call such as name(1, 2)")
         positional = tuple(map(literal, node.args))
         named = {keyword.arg or "**": literal(keyword.value) for keyword in node.keywords}
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except Exception as error:  # Python's parser and float() raise seven kinds of them, for texts of seven kinds
         return ToolCall(malformed=f"{text.strip()!r:.100} cannot be read as a call: {error}")
     return ToolCall(node.func.id, named, positional)
 
@@ -95,7 +96,7 @@ def parse_inline(text: str) -> ToolCall:
 def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     """Returns the parser called `name`: `parse_hermes`, which tells malformed calls from answers, or one of vLLM's.
 
-    Raises ValueError where vLLM has no parser of that name.
+    Raises ValueError where vLLM has no parser of that name, or one that does not read texts.
     """
     if name == "hermes":
         return parse_hermes
@@ -106,12 +107,23 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     except KeyError as error:
         names = ", ".join(sorted(ToolParserManager.list_registered()))
         raise ValueError(f"{name!r} is not a tool parser: vLLM has {names}") from error
-    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
+    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False, chat_template_kwargs=None)
 
-    def parse(text: str) -> list[ToolCall]:
+    def read(text: str) -> list[ToolCall]:
         calls = parser.extract_tool_calls(text, request).tool_calls
         return [named_call(call.function.name, call.function.arguments) for call in calls]
 
+    def parse(text: str) -> list[ToolCall]:
+        try:
+            return read(text)
+        except Exception as error:  # vLLM's parsers raise anything for a text that they do not expect
+            return [ToolCall(malformed=f"the tool calls cannot be read: {error}")]
+
+    try:
+        read("an answer without calls")
+    except Exception as error:  # some are only for vLLM's own server
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"vLLM's tool parser {name!r} does not read answers here ({reason}): name another") from error
     return parse
 
 
@@ -153,11 +165,14 @@ class Tool:
 
     def arguments(self, call: ToolCall) -> dict[str, Any]:
         """Returns the call's arguments by name, converted to the function's types. Raises ToolError."""
+        named = self.named(call)
         try:
-            checked = self.model.model_validate(self.named(call))
+            checked = self.model.model_validate(named)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ToolError("arguments", f"{self.name}: {'; '.join(problems)}") from error
+        except Exception as error:  # a validator of the user's may raise anything
+            raise ToolError("arguments", f"{self.name}: {error}") from error
         names = {f"arg{i}": name for i, name in enumerate(self.parameters)}
         return {names[key]: getattr(checked, key) for key in checked.model_fields_set}
 
@@ -346,6 +361,7 @@ def cut_contents(
 
 def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
     """Cuts texts to `limit` tokens each. Returns them with a note where they were cut, and how many were cut."""
+    texts = [text.encode(errors="replace").decode() for text in texts]  # a tokenizer takes no lone surrogates
     bounded = [text[: limit * _TOKEN_CHARACTERS] for text in texts]
     ids = tokenizer(bounded, add_special_tokens=False)["input_ids"] if texts else []
     fitting = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]

@@ -73,7 +73,7 @@ class Gym:
                 action = np.asarray(action, dtype=space.dtype).reshape(space.shape)
             if space.contains(action):
                 return action
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RecursionError):
             pass
         raise ValueError(f"{answer!r:.100} is not an action; there are: {', '.join(self._names) or space}")
 
@@ -90,7 +90,7 @@ class GymText(Gym):
         try:
             value = json.loads(f"[{word}]") if "," in word else word
             text = Gym.act(self, value)
-        except ValueError as error:
+        except (ValueError, RecursionError, MemoryError) as error:  # json's, for brackets without end
             return str(error)
         return None if self._over else text
 

@@ -65,6 +65,9 @@ def test_gymnasium_with_answers_as_actions() -> None:
     assert "<|start|>user\n'no idea' is not an action" in text and "<|start|>user\n14<|end|>" in text
     trajectory, text = play(GymText, ["[9]", "[0.5]"], {"seed": 3}, turns=2, id="Pendulum-v1")
     assert trajectory.finish_reason == "max_turns" and "there are: Box(-2.0, 2.0, (1,), float32)" in text
+    moves = ["[" * 985 + ",", "[1e999]", f"[{'9' * 400}, 1]"]
+    trajectory, text = play(GymText, moves, {"seed": 3}, turns=3, **LAKE)
+    assert trajectory.turns == 3 and text.count("<|start|>user") == 3
 
 
 @pytest.fixture

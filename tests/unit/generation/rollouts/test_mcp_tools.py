@@ -217,6 +217,25 @@ def test_endless_standard_error_does_not_fill_the_disk(
     assert (tmp_path / "logs" / "mcp.log").stat().st_size == 100_000
 
 
+def test_arguments_that_no_message_can_hold_do_not_end_a_shared_session(listed: dict, tmp_path: Path) -> None:
+    async def work() -> list[str]:
+        mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
+        tools = {tool.name: tool.function for tool in mcp.tools}
+        deep: list[Any] = []
+        for _ in range(400):
+            deep = [deep]
+        try:
+            results = [await tools["put"](item="x")]
+            for item in ("\ud800", deep):
+                with pytest.raises(ValueError, match="Error serializing to JSON"):
+                    await tools["put"](item=item)
+            return [*results, await tools["put"](item="y")]
+        finally:
+            await mcp.aclose()
+
+    assert [result.partition(" (")[0] for result in asyncio.run(work())] == ["1: x", "2: x, y"]
+
+
 def test_a_late_answer_is_not_attributed_to_the_next_call(listed: dict, tmp_path: Path) -> None:
     async def work() -> list[str]:
         mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
