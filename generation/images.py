@@ -365,11 +365,12 @@ class ImageRules:
         """Read images. Raises ValueError, whose message is a sentence without its subject, naming the first bad one."""
         if len(sources) > self.most:
             raise ValueError(f"has {len(sources)} images, more than data.max_images = {self.most}")
-        images: list[Image] = []
-        for number, source in enumerate(sources, start=1):
-            with subject(f"has an image ({number}) that"):
-                images.append(Image.read(source, self.limits))
-        return tuple(images)
+        return tuple(self.read_one(source, number) for number, source in enumerate(sources, start=1))
+
+    def read_one(self, source: Any, number: int) -> Image:
+        """Read the image of this number, counted from 1. Raises ValueError as `read` does."""
+        with subject(f"has an image ({number}) that"):
+            return Image.read(source, self.limits)
 
     def check_bytes(self, images: Iterable[Image], row_digests: Collection[str]) -> None:
         """Raise ValueError, whose message is a sentence without its subject, where the images of one episode are too

@@ -102,7 +102,7 @@ def _typed(text: str, name: str) -> Any:
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Read one file with its includes; `above` are the files that include it, the outermost first."""
-    loaded = _load(path, above)
+    loaded = load_mapping(path, above)
     if os.path.realpath(path) in map(os.path.realpath, above):
         cycle = " includes ".join([str(above[0]), *(file.name for file in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
@@ -134,9 +134,15 @@ def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Pa
     return OmegaConf.to_container(merged, resolve=False)  # type: ignore[return-value]
 
 
-def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping in a file as plain text: interpolations are not even parsed."""
+def load_mapping(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the mapping in a file as plain text: interpolations are not even parsed, and nothing is included.
+
+    `above` are the files that include it, the outermost first. Raises ValueError, naming the file, where it is not a
+    mapping in valid YAML, or has more than 10,000 values by aliases; RecursionError where it is nested too deep.
+    """
     by = _included_by(above)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}{by} is not a file: name one")  # a pipe would have no end
     try:
         with path.open(encoding="utf-8") as file:
             loaded = yaml.load(file, get_yaml_loader())  # as OmegaConf.load, with its limit on aliases
@@ -150,7 +156,7 @@ def _load(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         kind = "a list" if isinstance(loaded, list) else "a single value"
-        raise ValueError(f"{path}{by} must be a mapping of sections such as model and data, not {kind}")
+        raise ValueError(f"{path}{by} must be a mapping of keys such as model and data, not {kind}")
     return loaded
 
 

@@ -82,6 +82,8 @@ def init_process_group(
     cuda = device == "cuda" or (device == "auto" and cuda_problem() is None)
     _stay_private()
     distributed_c10d._unpickler = _MessageUnpickler  # type: ignore[misc, assignment]
+    # Further groups, of a mesh or of neighbours, would wait 10 or 30 minutes, whatever the first group does.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     met = next(dist.rendezvous("env://", timeout=timeout)) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
     _store, rank_, world = met
     if rank_ >= world - apart and not apart_have_devices:

@@ -19,6 +19,7 @@ from generation import guardian
 from generation.engine import vllm_compat
 from generation.engine.image_inputs import EngineImages
 from generation.engine.lifecycle import EngineLifecycle, EngineStateError
+from generation.engine.logits import with_exact_names
 from generation.engine.sampling import SamplingSettings, response_budget, vllm_sampling_params
 from generation.engine.settings import EngineSettings
 from generation.engine.slices import Turnstile, Unfinished
@@ -233,7 +234,11 @@ class Engine:
         return outputs
 
     async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """Yield the outputs of vLLM's `generate`, with the policy's adapter if there is one; serves every request."""
+        """Yield the outputs of vLLM's `generate`, with the policy's adapter if there is one; serves every request.
+
+        Raises ValueError where `params.extra_args` name a logits processor that the engine does not have.
+        """
+        params = with_exact_names(params, self.settings.extra)
         options["lora_request"] = options.get("lora_request") or vllm_compat.adapter_request(self.adapter)
         async with aclosing(self.llm.generate(prompt, params, request_id, **options)) as outputs:
             async for output in outputs:

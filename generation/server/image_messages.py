@@ -101,8 +101,10 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Exec
         if len(places) > rules.most:
             raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
         urls = (parts[index].get("image_url") for parts, index in places)
-        sources = [await _source(source, number, rules) for number, source in enumerate(urls, start=1)]
-        images = await asyncio.get_running_loop().run_in_executor(decoder, rules.read, sources)
+        images: tuple[Image, ...] = ()
+        for number, url in enumerate(urls, start=1):  # one at a time, so that other requests have their turn between
+            source = await _source(url, number, rules)
+            images += (await asyncio.get_running_loop().run_in_executor(decoder, rules.read_one, source, number),)
         if (call := CURRENT.get()) is not None:  # else the request asks for no answer, but for ids
             images = call.admit(images, rules)
     for (parts, index), image in zip(places, images, strict=True):

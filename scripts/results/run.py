@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +40,32 @@ SETTINGS: dict[str, dict[str, str]] = {
 """What each setting changes in recipe.yaml."""
 
 
+def finish(command: list[str], environment: dict[str, str] | None = None) -> None:
+    """Runs a command to its end, and ends this program if the command fails.
+
+    The command has a process group of its own. SIGINT and SIGTERM are passed on to it, and it has the time to save.
+    """
+    started: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        for group in started:
+            os.killpg(group, number)
+
+    earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    child = subprocess.Popen(command, env=environment, process_group=0)
+    started.append(child.pid)
+    code = child.wait()
+    started.clear()
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
+    if code:
+        print(f"results: `{' '.join(command)}` ended with exit code {code}; the same command goes on", file=sys.stderr)
+        sys.exit(code if code > 0 else 128 - code)
+
+
 def hotbunk(*words: str) -> None:
     """Runs scripts/train.sh on two ranks, and ends this program if it fails."""
-    code = subprocess.run(["bash", "scripts/train.sh", *words], env={"NPROC_PER_NODE": "2"} | os.environ).returncode
-    if code:
-        sys.exit(f"results: `scripts/train.sh {' '.join(words)}` ended with exit code {code}; the same command goes on")
+    finish(["bash", "scripts/train.sh", *words], {"NPROC_PER_NODE": "2"} | os.environ)
 
 
 def start() -> None:
@@ -79,7 +101,7 @@ def train(setting: str, seed: int, steps: int) -> None:
 def race(seeds: list[int]) -> None:
     """Runs the race against TRL, and keeps both sides' figures."""
     command = [sys.executable, "scripts/bench/race.py", "--steps", str(STEPS), "--seeds", *map(str, seeds)]
-    subprocess.run(command, check=True)
+    finish(command)
     for seed in seeds:
         for side in ("race_hotbunk", "race_trl"):
             keep(RUNS / f"{side}-{seed}", FIGURES / f"{side}-{seed}.jsonl")
@@ -115,7 +137,7 @@ def main() -> None:
     start()
     if options.what == ["short"]:
         train("grpo", 0, SHORT_STEPS)
-        subprocess.run([sys.executable, "-m", "hotbunk", "report", str(RUNS / "grpo-0")], check=True)
+        finish([sys.executable, "-m", "hotbunk", "report", str(RUNS / "grpo-0")])
         return
     seeds = [int(seed) for seed in os.environ.get("SEEDS", "0 1 2").split()]
     for seed in seeds:

@@ -4,6 +4,10 @@ import json
 import math
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +142,20 @@ def test_the_pictures_are_drawn_from_the_kept_figures(tmp_path: Path) -> None:
     for picture in ("curves.svg", "race.svg"):
         drawn, kept = ((folder / picture).read_text() for folder in (tmp_path, run.FIGURES))
         assert re.findall(r' d="[^"]*"', drawn) == re.findall(r' d="[^"]*"', kept)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_has_the_time_to_save(number: signal.Signals, tmp_path: Path) -> None:
+    saves = (
+        f"trap 'sleep 2; echo saved > {tmp_path}/saved; exit 143' INT TERM; touch {tmp_path}/begun; sleep 300 & wait"
+    )
+    script = f"from scripts.results.run import finish\nfinish(['bash', '-c', {saves!r}])"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True) as program:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline and program.poll() is None
+            time.sleep(0.1)
+        program.send_signal(number)
+        _, error = program.communicate(timeout=120)
+    assert (tmp_path / "saved").exists() and program.returncode == 143
+    assert error.endswith("ended with exit code 143; the same command goes on\n") and "Traceback" not in error

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from generation.yaml_files import load_mapping
 from trainer.errors import UserError, quoted
 
 if TYPE_CHECKING:
@@ -51,12 +50,14 @@ _RESHARD = {True: True, "FULL_SHARD": True, False: False, "SHARD_GRAD_OP": False
 
 def policy_keys(path: Path) -> dict[str, Any]:
     """The keys of `policy` for the file at `path`. Raises UserError with a sentence for each untranslatable key."""
+    if not path.is_file():
+        raise UserError(f"policy.accelerate_config: {path} is not a file: name one that `accelerate config` writes")
     try:
-        loaded = yaml.safe_load(path.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"policy.accelerate_config: {path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"policy.accelerate_config: {path} is not a mapping of keys such as `accelerate config` writes")
+        loaded = load_mapping(path)
+    except ValueError as error:
+        raise UserError(f"policy.accelerate_config: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise UserError(f"policy.accelerate_config: {path} has lists or mappings nested too deep") from error
     prefix = f"policy.accelerate_config: {path} has"
     obstacles = [(key, value, _obstacle(key, value)) for key, value in _flat(loaded)]
     if any(reason for _, _, reason in obstacles):
@@ -65,7 +66,7 @@ def policy_keys(path: Path) -> dict[str, Any]:
 
     try:
         return _translated(load_config_from_file(str(path)))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # Accelerate's classes raise anything for values of other types
         raise UserError(f"{prefix} a value that cannot be used: {' '.join(str(error).split())}") from error
 
 
@@ -82,6 +83,10 @@ def _flat(loaded: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _obstacle(key: str, value: Any) -> str:
     """The end of a sentence that refuses a key which is not translated; empty if the key asks for nothing."""
+    if key == "distributed_type" and value not in [*_BACKENDS]:
+        return f"which should be one of {', '.join(_BACKENDS)}"
+    if key in _TRANSLATED and isinstance(value, list | dict):
+        return "which should be a single value"
     if key in _TRANSLATED or value is None or str(value).strip().lower() in _OFF:
         return ""
     if key == "gradient_accumulation_steps" and value == 1:
@@ -96,8 +101,6 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     kind, precision = str(config.distributed_type.value), config.mixed_precision
-    if kind not in _BACKENDS:
-        raise ValueError(f"distributed_type is {kind}, but policy.backend covers {', '.join(_BACKENDS)} only")
     keys: dict[str, Any] = {"backend": _BACKENDS[kind]}
     if precision is not None:
         if str(precision) not in _DTYPES:

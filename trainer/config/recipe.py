@@ -60,7 +60,8 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     if isinstance(run := values.setdefault("run", {}), dict) and not run.get("name"):
         run["name"] = recipe.stem
     policy = values.get("policy")
-    if isinstance(policy, dict) and isinstance(file := policy.get("accelerate_config"), str | int | float):
+    file = policy.get("accelerate_config") if isinstance(policy, dict) else None
+    if isinstance(policy, dict) and isinstance(file, str | int | float) and file != "":  # the schema refuses ""
         values["policy"] = policy_keys(Path(str(file))) | policy
     _name_tasks(values)
     secrets = dict(_from_environment(unresolved, values))

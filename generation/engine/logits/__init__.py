@@ -83,8 +83,11 @@ def processor_of(factories: Mapping[str, Any], params: Any) -> Callable[[list[in
     chain = [p for spec, factory in factories.items() if spec in named and (p := factory(params)) is not None]
 
     def apply(output_ids: list[int], logits: Any) -> Any:
-        for processor in chain:
-            logits = processor(output_ids, logits)
+        try:
+            for processor in chain:
+                logits = processor(output_ids, logits)
+        except SystemExit as error:  # it would end vLLM's worker without a message
+            raise RuntimeError(f"a logits processor raised SystemExit: {error}") from error
         return logits
 
     return apply if chain else None
@@ -107,6 +110,19 @@ def requested(named: Any, arguments: Mapping[str, Any]) -> list[str]:
             )
         chosen.append(spec)
     return chosen
+
+
+def with_exact_names(params: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return vLLM's sampling parameters with the processors that they name as the workers know them.
+
+    Parameters that name none are returned as they are. Raises ValueError as `requested` does.
+    """
+    named = (params.extra_args or {}).get(REQUESTED)
+    if named is None:
+        return params
+    exact = params.clone()
+    exact.extra_args = params.extra_args | {REQUESTED: requested(named, arguments)}
+    return exact
 
 
 def _spec_of(entry: str | Mapping[str, Any]) -> str:

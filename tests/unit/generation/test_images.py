@@ -6,7 +6,10 @@ import io
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ import torch
 from generation.engine.engine import Engine
 from generation.engine.image_inputs import _found
 from generation.engine.settings import EngineSettings
-from generation.images import Image, ImageLimits, ImageProcessor
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules
+from generation.server.image_messages import _with_images
 from hotbunk_torchvision import beside_cpu_build
 from tests.support.in_process import IdleLLM
 
@@ -232,3 +236,31 @@ def test_features_that_an_engine_has_kept_of_images_go_with_the_weights(count: i
 
     asyncio.run(update())
     assert forgotten == ["features"] * count
+
+
+def test_images_of_two_requests_are_decoded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image at a time, whichever request it is in: a request with many does not hold up the others."""
+    order: list[str] = []
+    decoding = threading.Lock()
+
+    def read(source: Any, limits: ImageLimits) -> str:
+        assert decoding.acquire(blocking=False)
+        order.append(source[-1])
+        time.sleep(0.01)
+        decoding.release()
+        return str(source)
+
+    monkeypatch.setattr(Image, "read", read)
+    rules = ImageRules(None, most=9)  # type: ignore[arg-type]
+    decoder = ThreadPoolExecutor(1)
+
+    async def request(name: str, count: int) -> None:
+        parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}} for _ in range(count)]
+        (message,) = await _with_images([{"role": "user", "content": parts}], rules, decoder)
+        assert len(message["content"]) == count
+
+    async def both() -> None:
+        await asyncio.gather(request("a", 6), request("b", 1))
+
+    asyncio.run(both())
+    assert sorted(order) == [*"aaaaaab"] and "b" in order[:3]

@@ -1,5 +1,6 @@
 """Logits processor factories behave alike under both of vLLM's interfaces: compared with a table computed by hand."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from generation.engine.logits import FACTORIES, REQUESTED, engine_arguments, requested
+from generation.engine.engine import Engine
+from generation.engine.logits import FACTORIES, REQUESTED, engine_arguments, processor_of, requested, with_exact_names
 from generation.engine.logits.adapter_v1 import FactoryProcessorV1 as First
 from generation.engine.logits.adapter_v2 import FactoryProcessorV2 as Second
 
@@ -113,3 +115,39 @@ def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
     assert torch.equal(first.apply(torch.ones(2, WIDTH)), torch.stack([expected([1], False), torch.ones(WIDTH)]))
     second = Second(CONFIG, SimpleNamespace())  # type: ignore[arg-type]
     assert [second.add_request(slot, params) for slot, params in enumerate([only, none])] == [True, False]
+
+
+def test_a_processor_that_exits_raises_an_error_instead() -> None:
+    """SystemExit would end vLLM's worker without a message."""
+
+    def exits(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(0)
+
+    process = processor_of({"mine.py:exits": lambda params: exits}, PLAIN)
+    assert process is not None
+    with pytest.raises(RuntimeError, match="a logits processor raised SystemExit: 0"):
+        process([], torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("named", ["doubling", f"{__name__}:doublin", 7, [f"{__name__}:doubling", 7], {"a": 1}])
+def test_a_librarys_request_with_a_wrong_name_is_refused_before_it_reaches_a_worker(named: Any) -> None:
+    arguments = engine_arguments([f"{__name__}:doubling"], v2=False)
+    with pytest.raises(ValueError, match="logits_processors names|must hold qualname alone"):
+        with_exact_names(SamplingParams(extra_args={REQUESTED: named}), arguments)
+
+
+def test_a_librarys_request_names_one_processor_exactly_and_keeps_its_other_arguments() -> None:
+    """A text would otherwise match each processor whose name is a part of it."""
+    arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
+    params = SamplingParams(extra_args={"count": True, REQUESTED: f"{__name__}.doubling"})
+    exact = with_exact_names(params, arguments)
+    assert exact.extra_args == {"count": True, REQUESTED: [f"{__name__}:doubling"]}
+    assert with_exact_names(ASKING, arguments) is ASKING
+
+
+def test_an_engine_gives_every_request_exact_names() -> None:
+    engine = object.__new__(Engine)
+    engine.settings = SimpleNamespace(extra=engine_arguments([f"{__name__}:doubling"], v2=False))  # type: ignore[assignment]
+    params = SamplingParams(extra_args={REQUESTED: "doublin"})
+    with pytest.raises(ValueError, match="logits_processors names 'doublin', but engine.logits_processors"):
+        asyncio.run(anext(engine.submit({}, params, "request")))  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """An Accelerate file as the policy's keys: those that TRL ships, and each key that has no counterpart."""
 
+import os
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,10 @@ def test_keys_of_the_recipe_take_precedence(tmp_path: Path) -> None:
     ("keys", "named"),
     [
         ({"mixed_precision": "fp16"}, "policy.dtype"),
-        ({"distributed_type": "MEGATRON_LM"}, "policy.backend"),
+        ({"distributed_type": "MEGATRON_LM"}, "should be one of NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"),
+        ({"distributed_type": None}, "distributed_type: None, which should be one of NO"),
+        ({"distributed_type": ["FSDP"]}, "which should be one of NO"),
+        ({"fsdp_config": {"fsdp_reshard_after_forward": {}}}, "which should be a single value"),
         ({"fsdp_config": {"fsdp_reshard_after_forward": "HYBRID_SHARD"}}, "policy.shard_size"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "policy.zero_stage"),
         (
@@ -132,5 +137,28 @@ def test_a_file_that_accelerate_did_not_write_is_refused_in_one_sentence(tmp_pat
     with pytest.raises(UserError, match="policy.accelerate_config: ") as caught:
         policy_keys(tmp_path / "x.yaml")
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="absent.yaml is not a file: name one"):
         policy_keys(tmp_path / "absent.yaml")
+
+
+def test_files_without_end_are_refused(tmp_path: Path) -> None:
+    """Ten lines of aliases are 9^9 values, a pipe has no end, and Python's stack is too short for 5,000 brackets."""
+    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for earlier, later in pairwise("abcdefghij"):
+        lines.append(f"{later}: &{later} [{', '.join(['*' + earlier] * 9)}]")
+    (tmp_path / "aliases.yaml").write_text("\n".join(lines))
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000 + "]" * 5000)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    recipe = tmp_path / "recipe.yaml"
+    for name, sentence in (
+        ("aliases", "expansion exceeds the configured limit"),
+        ("deep", "nested too deep"),
+        ("pipe", "is not a file"),
+    ):
+        with pytest.raises(UserError, match=f"policy.accelerate_config: .*{name}.yaml.*{sentence}"):
+            policy_keys(tmp_path / f"{name}.yaml")
+        with pytest.raises(UserError, match=f"{name}.yaml.*{sentence}"):
+            load_config(tmp_path / f"{name}.yaml", [])
+    recipe.write_text(yaml.safe_dump({"model": {"path": "m"}, "policy": {"accelerate_config": ""}}))
+    with pytest.raises(UserError, match="policy.accelerate_config is '', but should have at least 1 character"):
+        load_config(recipe, [])

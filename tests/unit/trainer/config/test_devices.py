@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from generation import VllmGeneration
 from generation.compat.chatlearn.module import VLLMModule
@@ -349,3 +353,11 @@ def test_a_torchvision_built_for_another_torch_is_refused_with_a_remedy(
             check_torch_libraries(version)
     else:
         check_torch_libraries(version)
+
+
+def test_every_further_group_has_the_deadline_of_the_run(one_rank: None) -> None:
+    """Otherwise a group of neighbours or of a mesh waits 30 minutes with gloo, 10 with NCCL."""
+    groups = [dist.new_group([0]), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")).get_group("a")]
+    for group in groups:
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60)
+    assert distributed_c10d._get_default_timeout("nccl") == timedelta(seconds=60)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.conftest import TinyModel
+from tests.conftest import ROOT, TinyModel
+from trainer.config.checks import IDENTITY_DIGESTS, IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.run.keeper import check_identity, model_digest, run_identity
@@ -117,3 +118,10 @@ def test_a_key_that_a_checkpoint_does_not_know_counts_as_its_default(model: Path
         check_identity(Path("step_4"), {"identity": saved}, current | {"algorithm.dual_clip": 3.0}, [])
     with pytest.raises(UserError, match=r'data = unknown \(now "rows"\), model = unknown'):
         check_identity(Path("step_4"), {"identity": {}}, current, [])
+
+
+def test_the_page_names_every_key_that_a_resume_compares() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text("utf-8")
+    section = page.partition("## What is refused")[2].partition("## ")[0]
+    assert [key for key in IDENTITY_KEYS if f"`{key}`" not in section] == []
+    assert all(f"`{key}`" in section for key in (*IDENTITY_DIGESTS, *IDENTITY_SECTIONS))
