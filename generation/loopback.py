@@ -1,7 +1,10 @@
 """Recognises names of this machine, and requests that are meant for a different one, for servers on loopback."""
 
 import ipaddress
+from collections.abc import Mapping
 from contextlib import suppress
+
+_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 def is_loopback(host: str) -> bool:
@@ -20,3 +23,12 @@ def foreign_host(header: str) -> str:
     host = header.strip()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return "" if not name or is_loopback(name) else name
+
+
+def off_proxies(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables, those in `environ` with more hosts, that keep clients from asking a proxy for loopback."""
+    variables: dict[str, str] = {}
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in environ.get(name, "").split(",") if host]
+        variables[name] = ",".join([*hosts, *(host for host in _NAMES if host not in hosts)])
+    return variables

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from trainer.commands.tiny_model import CHAT_TEMPLATE, make_tokenizer, special_settings, text_settings, token_ids
+from trainer.surroundings import follow_umask
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _MARK_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
@@ -82,6 +83,7 @@ def make_tiny_vlm(
     model.save_pretrained(folder)
     if architecture in WITH_LEVEL:
         add_level(folder / "model.safetensors")
+    follow_umask(folder)
     processor.save_pretrained(folder)
     return folder
 

@@ -32,10 +32,11 @@ from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf
 from trainer.config.suggestions import closest, suggestion
-from trainer.errors import UserError, quoted
+from trainer.errors import UserError, exit_sentence, quoted
 from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
+from trainer.surroundings import put_in_order
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,12 +58,16 @@ def _naming_paths(action: Callable[[], int]) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
+    put_in_order()
     if isinstance(sys.stdout, TextIOWrapper):
         with suppress(OSError):  # another process, such as a supervisor, has replaced the descriptor
             sys.stdout.reconfigure(errors="backslashreplace")  # for ASCII terminals and lone surrogates
     if _uses_images(argv):  # before anything imports Transformers, which looks for torchvision once
         hotbunk_torchvision.show()
-    arguments = parse(argv)
+    try:
+        arguments = parse(argv)
+    except SystemExit:  # it has printed the help
+        return 0
     command = arguments.command
     if command not in ("train", "sft"):
         return _module(command).main(arguments) or 0
@@ -300,12 +305,17 @@ def _module(command: str) -> ModuleType:
 def _reporting(action: Callable[[], int]) -> int:
     """Runs `action` and returns its exit code; a UserError is printed, once on each machine, and returns 2.
 
-    The UserError may also be the cause of the exception that a collective has raised on all ranks.
+    The UserError may also be the cause of the exception that a collective has raised on all ranks. Code of the user's
+    that ends the process is reported in the same way.
     """
     try:
         return action()
-    except (UserError, RuntimeError) as raised:
-        error = raised if isinstance(raised, UserError) else raised.__cause__
+    except (UserError, RuntimeError, SystemExit) as raised:
+        error: BaseException | None = raised
+        if isinstance(raised, SystemExit):
+            error = UserError(exit_sentence(raised))
+        elif not isinstance(raised, UserError):
+            error = raised.__cause__
         if not isinstance(error, UserError):
             raise
         processes.leave_word("UserError", str(error))

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from generation.loopback import off_proxies
 from generation.rollouts.client import Scored
 from generation.undoing import undone_by
 
@@ -144,6 +145,7 @@ class _Process:
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         number = theirs.fileno()
         environment = inherited | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
+        environment |= off_proxies(environment)
         self._program = settings.command[0]
         try:
             with Copier(settings.log) as self._copier:

@@ -146,9 +146,8 @@ def test_the_pictures_are_drawn_from_the_kept_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_has_the_time_to_save(number: signal.Signals, tmp_path: Path) -> None:
-    saves = (
-        f"trap 'sleep 2; echo saved > {tmp_path}/saved; exit 143' INT TERM; touch {tmp_path}/begun; sleep 300 & wait"
-    )
+    trap = f"trap 'sleep 2; touch {tmp_path}/saved; exit 143' INT TERM"
+    saves = f"{trap}; touch {tmp_path}/begun; while :; do sleep 0.1; done"
     script = f"from scripts.results.run import finish\nfinish(['bash', '-c', {saves!r}])"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True) as program:
         deadline = time.monotonic() + 120

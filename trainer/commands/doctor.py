@@ -38,6 +38,7 @@ from trainer.estimates.memory import COLUMNS, GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes
 from trainer.run.screen import WIDTH, make_console
+from trainer.surroundings import loopback_problem
 
 FREE_GIB = 4.0  # memory that the trials need, on each device or, without one, on the machine
 SHM_GIB = 1.0  # NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default
@@ -162,7 +163,7 @@ def look(ranks: int | None = None) -> Machine:
         free_gib=psutil.virtual_memory().available / GIB,
         allocator={name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
         float32={name: os.environ[name] for name in FLOAT32_VARIABLES if name in os.environ},
-        loopback=_loopback(),
+        loopback=loopback_problem(),
         temporary=_temporary(),
         compiler=shutil.which(os.environ.get("CXX", "g++")) or "",
     )
@@ -175,15 +176,6 @@ def _processor(cpuinfo: str) -> dict[str, Any]:
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     name = fields.get("model name") or platform.machine()
     return {"processor": name, "instructions": tuple(name for name in INSTRUCTIONS if name in flags)}
-
-
-def _loopback() -> str:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _temporary() -> str:

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from generation import guardian
 from trainer.errors import UserError, quoted
+from trainer.surroundings import put_in_order, require_loopback
 
 RANKS = """\
 A rank is started for each GPU of this machine, or on CPU one rank; NPROC_PER_NODE sets
@@ -33,6 +35,11 @@ def launch(argv: Sequence[str]) -> None:
     are answered without ranks, with the number of ranks there would be in WORLD_SIZE. Raises UserError if one of the
     environment variables is wrong.
     """
+    if forgotten := put_in_order():
+        print(f"[hotbunk] {forgotten}", file=sys.stderr)
+    _require_own_packages()
+    for name in [name for name in os.environ if name.startswith("PET_")]:  # options of torchrun, of another launcher
+        del os.environ[name]
     count = _number("NPROC_PER_NODE", 1, 1024)
     nodes, restarts = _number("NNODES", 1, 100000), _number("RESTARTS", 0, 1000000)
     ranks = count if os.environ.get("NPROC_PER_NODE") else max(1, _count_gpus())
@@ -41,6 +48,7 @@ def launch(argv: Sequence[str]) -> None:
     if _WITHOUT_RANKS.intersection(argv):
         os.environ["WORLD_SIZE"] = str(nodes * ranks)
         return
+    require_loopback()
     rendezvous = _rendezvous(nodes) if nodes > 1 else []
     _check(argv, nodes * ranks)
     # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after
@@ -49,6 +57,19 @@ def launch(argv: Sequence[str]) -> None:
     launcher = ["trainer.run.supervisor", str(restarts)] if restarts else ["trainer.launcher"]
     per_node = ["--nproc-per-node", str(ranks)]
     os.execv(sys.executable, [sys.executable, "-m", *launcher, *rendezvous, *per_node, "-m", "trainer", *argv])
+
+
+def _require_own_packages() -> None:
+    """Raise UserError where PYTHONPATH names a folder whose packages this command's processes would take for ours."""
+    own = Path(__file__).resolve().parents[2]
+    for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        folder = Path(entry).resolve()
+        if folder == own:
+            return
+        for package in ("trainer", "generation", "sharding"):
+            if (folder / package / "__init__.py").is_file():
+                remedy = f"take {entry} out of PYTHONPATH, or rename that package"
+                raise UserError(f"{folder / package} hides Hotbunk's package {package} by PYTHONPATH: {remedy}")
 
 
 def _check(argv: Sequence[str], world_size: int) -> None:

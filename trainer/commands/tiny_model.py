@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from trainer.surroundings import follow_umask
+
 PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
 TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 ROLES = ["system", "user", "assistant", "tool"]
@@ -165,5 +167,6 @@ def make_tiny_model(
         model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
+    follow_umask(Path(folder))
     tokenizer.save_pretrained(folder)
     return folder

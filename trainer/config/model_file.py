@@ -101,6 +101,9 @@ def model_config(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         file = folder / "config.json"
         if not file.is_file():
+            for model in (run / "model" for run in (folder, folder.parent, folder.parent.parent)):
+                if (model / "config.json").is_file():
+                    raise UserError(f"model.path: {path} is a run, or a part of one: name its model, {model}")
             raise UserError(f"model.path: {path} holds no config.json, so it is not a model in Hugging Face format")
     elif HUB_NAME.fullmatch(path):
         file = _config_from_hub(path)

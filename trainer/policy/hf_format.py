@@ -45,6 +45,7 @@ from trainer.policy import attention
 from trainer.policy.buffers import is_route_bias, saved_buffers, set_buffer
 from trainer.policy.head import logits_of
 from trainer.policy.lora import is_adapter, low_rank
+from trainer.surroundings import follow_umask
 
 if TYPE_CHECKING:
     from trainer.policy.vision import Vision
@@ -442,6 +443,8 @@ class _Writer:
         if count > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+
+        follow_umask(self.folder)
 
     def _flush(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from sharding.send.source import LowRank, gathered
 from trainer.config.schema import LoraConfig
 from trainer.errors import UserError
 from trainer.model_structure import Work, vision_modules
+from trainer.surroundings import follow_umask
 from trainer.types import MicroBatch, Outputs, Policy
 
 NO_ADAPTERS = LoraConfig()
@@ -222,3 +223,4 @@ def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Pa
             config = peft_config(lora, _targets(model), base, exclude=list(vision_modules(model)))
             config.inference_mode = True
             config.save_pretrained(folder)
+            follow_umask(folder)

@@ -39,8 +39,10 @@ class OtherTracker:
 class TensorBoard(OtherTracker):
     """Writes event files to the run's folder `tensorboard`; `tensorboard --logdir runs` shows all runs."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
-        """`earlier` are the rows of the steps that a resumed run has behind it."""
+    def __init__(
+        self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str, continues: bool
+    ) -> None:
+        """`earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker has that run."""
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard"
@@ -63,8 +65,10 @@ class TensorBoard(OtherTracker):
 class MLflow(OtherTracker):
     """Logs to a run at MLFLOW_TRACKING_URI, by default the database `mlflow.db` in the run's folder."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
-        """`earlier` are the rows of the steps that a resumed run has behind it."""
+    def __init__(
+        self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str, continues: bool
+    ) -> None:
+        """`earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker has that run."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -72,7 +76,7 @@ class MLflow(OtherTracker):
         database = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or database)
         file = folder / "mlflow_id"
-        if earlier and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8")):
+        if continues and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8")):
             self._id = file.read_text("utf-8")
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "train/step")
@@ -104,12 +108,14 @@ class MLflow(OtherTracker):
 class Trackio(OtherTracker):
     """Logs to trackio's store on this machine, or to the one that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str) -> None:
-        """`earlier` are the rows of the steps that a resumed run has behind it."""
+    def __init__(
+        self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str, continues: bool
+    ) -> None:
+        """`earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker has that run."""
         import trackio
 
         figures_alone = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        resume = "allow" if earlier else "never"
+        resume = "allow" if continues else "never"
         self._run: Any = trackio.init(project, name=name, config=config, resume=resume, **figures_alone)
         self.last = self._run._next_step - 1  # the last step that the store has (trackio/run.py, 0.43)
 
@@ -127,4 +133,4 @@ OTHER_TRACKERS: dict[str, Callable[..., OtherTracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-"""Trackers by name in tracking.also, called with the run's folder, configuration, earlier rows, name and project."""
+"""Trackers by name in tracking.also."""

@@ -30,7 +30,8 @@ from types import FrameType
 from typing import NoReturn
 
 from generation import guardian
-from trainer.errors import Interrupted
+from trainer.errors import Interrupted, exit_sentence
+from trainer.surroundings import require_loopback
 
 LAST_WORDS = "HOTBUNK_LAST_WORDS"
 """Environment variable with the path of a file in memory, to which ranks write the reasons for their ends."""
@@ -84,6 +85,7 @@ def start_guardian(*kept: int) -> Path:
     global _folder
     if _folder is not None:
         raise RuntimeError("this process has a guardian already")
+    require_loopback()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
@@ -104,9 +106,9 @@ def _user_cache() -> Path | None:
 
     Later runs load and execute code from it.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = base / "hotbunk"
     try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        folder = base / "hotbunk"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         above, entry = base.stat(), folder.lstat()
     except (OSError, RuntimeError):  # nothing can be written there; no home
@@ -303,8 +305,10 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = main()
     except Interrupted as interrupted:
         code = interrupted.exit_code
-    except SystemExit as wanted:
-        code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
+    except SystemExit as left:  # only code of the user's, or of a library, raises it
+        leave_word("UserError", exit_sentence(left))
+        traceback.print_exc()
+        code = 1
     except BaseException as error:
         leave_word(type(error).__name__, ": ".join([*getattr(error, "__notes__", ()), str(error)]))
         traceback.print_exc()

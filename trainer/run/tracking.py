@@ -322,18 +322,46 @@ def make_tracker(
     folder.mkdir(parents=True, exist_ok=True)
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
+    continues = not _is_copy(folder, resumed_from is None) and resumed_from is not None
     arguments = {"folder": folder, "config": config, "earlier": earlier, "name": name, "project": tracking.project}
+    arguments["continues"] = continues and bool(earlier)
     copies: list[Copy] = [OtherCopy(key, partial(OTHER_TRACKERS[key], **arguments), earlier) for key in tracking.also]
     if (mode := _resolve(tracking.wandb)) != "disabled":
         resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
         settings: dict[str, Any] = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
         # The run's id in W&B, kept beside its files; a run that starts over gets a new one.
         file = folder / "wandb_id"
-        if resumed_from is None or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
+        if not continues or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
             write_whole(file, secrets.token_hex(4))
         settings |= {"config": config | resumed, "id": file.read_text("utf-8"), "resume": "allow"}
         copies.append(WandbCopy(settings, earlier, answers))
     return Tracker(folder, last, tracking.completions_per_step, copies, patience)
+
+
+def _is_copy(folder: Path, starts_over: bool) -> bool:
+    """Return True for a copy of a run's folder whose original is still where it was, and note where this folder is.
+
+    Trackers take a copy for a run of its own. A folder that was moved, or whose original was deleted, is no copy.
+    """
+    file, here = folder / "folder.json", folder.resolve()
+    note = _note(file)
+    token = secrets.token_hex(8)
+    copied = False
+    if note and not starts_over:
+        original = Path(note["folder"])
+        copied = original != here and _note(original / file.name) == note and not original.samefile(here)
+        token = token if copied else note["token"]
+    write_whole(file, json.dumps({"folder": str(here), "token": token}))
+    return copied
+
+
+def _note(file: Path) -> dict[str, str]:
+    """Read the place and the token of a run's folder; {} if there is none."""
+    try:
+        note = json.loads(file.read_bytes())
+        return {key: str(note[key]) for key in ("folder", "token")}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
 
 
 def _resolve(wanted: str) -> str:

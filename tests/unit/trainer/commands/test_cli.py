@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import trainer.commands
+from generation.importing import load
 from tests.conftest import ROOT
 from trainer.cli import main, parse
 
@@ -134,3 +136,17 @@ def test_no_file_is_read_or_written_in_the_locales_encoding() -> None:
             ):
                 unsaid.append(f"{file}:{node.lineno}")
     assert unsaid == []
+
+
+@pytest.mark.parametrize("code", ["0", "None", "'enough'", ""])
+def test_code_of_the_users_that_exits_is_named_with_its_line(
+    code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it a command would end with exit code 0 and print nothing."""
+    script = tmp_path / "mine.py"
+    script.write_text(f"import sys\ndef main(arguments):\n    sys.exit({code})\n")
+    monkeypatch.setattr("trainer.cli._module", lambda command: SimpleNamespace(main=load(f"{script}:main")))
+    monkeypatch.setattr("trainer.cli.parse", lambda argv: SimpleNamespace(command="doctor"))
+    assert main(["doctor"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hotbunk: {script}, line 3, ends the process (SystemExit: ") and error.count("\n") == 1

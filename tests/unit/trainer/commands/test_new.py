@@ -1,6 +1,7 @@
 """`hotbunk new`: the files fit each other and the checks before a run, and none is replaced."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,20 @@ def test_the_written_recipe_passes_all_checks(
     assert resolved["reward"]["functions"] == [{"name": "my own/reward.py:asked_for", "weight": 1.0, "kwargs": {}}]
     assert cli.main(["new", "my own"]) == 2
     assert "my own/recipe.yaml exists already" in capsys.readouterr().err
+
+
+def test_every_written_file_follows_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    earlier = os.umask(0o027)
+    try:
+        assert cli.main(["new", "mine"]) == 0
+    finally:
+        os.umask(earlier)
+    files = [file for file in (tmp_path / "mine").rglob("*") if file.is_file()]
+    assert any(file.name == "model.safetensors" for file in files)
+    assert {(file.name, oct(file.stat().st_mode & 0o777)) for file in files} == {(file.name, "0o640") for file in files}
 
 
 def test_the_readme_shows_the_written_files(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from trainer.errors import UserError, quoted
 
 DEEP = "[" * 900 + "]" * 900
 MODEL = "model/config.json"
+RANK = {"TORCHELASTIC_RUN_ID": "none"}  # torchrun's, without which variables of ranks are ignored
 QUITTING = "class f:\n    def __init__(self):\n        raise KeyboardInterrupt('enough')\n"
 
 
@@ -89,13 +90,13 @@ REFUSED: list[tuple[Case, str]] = [
     ({"env": {"WORLD_SIZE": "abc"}}, "WORLD_SIZE is 'abc', but should be a number from 1 on"),
     ({"env": {"WORLD_SIZE": "0"}}, "WORLD_SIZE is '0', but should be a number from 1 on"),
     ({"env": {"WORLD_SIZE": "-1"}}, "WORLD_SIZE is '-1'"),
-    ({"env": {"LOCAL_WORLD_SIZE": "0"}}, "LOCAL_WORLD_SIZE is '0'"),
-    ({"env": {"LOCAL_RANK": "abc"}}, "LOCAL_RANK is 'abc', but should be a number from 0 on"),
+    ({"env": RANK | {"LOCAL_WORLD_SIZE": "0"}}, "LOCAL_WORLD_SIZE is '0'"),
+    ({"env": RANK | {"LOCAL_RANK": "abc"}}, "LOCAL_RANK is 'abc', but should be a number from 0 on"),
     (
-        {"env": {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}},
+        {"env": RANK | {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}},
         "RANK is 2, but should be less than WORLD_SIZE = 2",
     ),
-    ({"env": {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}}, "RANK is set, but MASTER_ADDR is not"),
+    ({"env": RANK | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}}, "RANK is set, but MASTER_ADDR is not"),
     ({"files": {"recipe.yaml": f"engine: {{extra: {{a: {DEEP}}}}}"}}, "nested too deep: make it flatter"),
     ({"engine.extra": {"hf_overrides": {"a": json.loads(DEEP[860:940])}}}, "more than 32 deep: make it flatter"),
     ({"files": {"recipe.yaml": f"run: {{seed: {'9' * 5000}}}"}}, "recipe.yaml cannot be read: Exceeds the limit"),

@@ -86,7 +86,7 @@ def nothing(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "no recipe": (remove("recipe.yaml"), [], "recipe.yaml: no such recipe file"),
     "broken YAML": (rewrite("recipe.yaml", "model: {path: x\ndata: ["), [], "is not valid YAML"),
-    "recipe is a list": (rewrite("recipe.yaml", "- model\n"), [], "must be a mapping of sections"),
+    "recipe is a list": (rewrite("recipe.yaml", "- model\n"), [], "must be a mapping of keys"),
     "recipe lacks the model": (rewrite("recipe.yaml", "data: {path: x}"), [], "model is missing"),
     "unknown key": (nothing, ["--policy.learning_rate", "1e-5"], "did you mean policy.lr?"),
     "unknown option": (nothing, ["--dryrun"], "unrecognized arguments: --dryrun"),
@@ -257,9 +257,24 @@ def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(("command", "local_rank"), [("train", None), ("sft", "0"), ("train", "1")])
 def test_a_run_reports_a_mistake_once_on_each_machine(folder: Path, command: str, local_rank: str | None) -> None:
-    environment = os.environ | ({"LOCAL_RANK": local_rank, "WORLD_SIZE": "2"} if local_rank else {"WORLD_SIZE": "1"})
+    rank = {"LOCAL_RANK": local_rank or "", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    environment = os.environ | (rank if local_rank else {"WORLD_SIZE": "1"})
     words = [sys.executable, "-m", "trainer", command, str(folder / "recipe.yaml"), "--model.path", "/absent"]
     result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 2
     assert result.stderr == ("" if local_rank == "1" else "hotbunk: model.path: there is no folder /absent\n")
     assert not (folder / "runs").exists()
+
+
+def test_variables_that_another_launcher_has_left_silence_no_command(folder: Path) -> None:
+    """As a PyTorchJob's pod, or a shell that was started within a rank, has them."""
+    left = {"LOCAL_RANK": "1", "RANK": "3", "WORLD_SIZE": "2", "GROUP_RANK": "1", "PET_NNODES": "2"}
+    recipe = str(folder / "recipe.yaml")
+    for words in (["-m", "trainer", "train"], ["-m", "hotbunk", "train"], ["-m", "trainer", "plan"]):
+        command = [sys.executable, *words, recipe, "--model.path", "/absent"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | left)
+        assert result.returncode == 2
+        lines = result.stderr.splitlines()
+        assert lines.pop() == "hotbunk: model.path: there is no folder /absent"
+        ignored = "[hotbunk] RANK=3 and WORLD_SIZE=2 are ignored, since torchrun has not set them: a run on 2 nodes"
+        assert [line.startswith(ignored) for line in lines] == [True] * ("hotbunk" in words)

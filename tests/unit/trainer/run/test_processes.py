@@ -116,3 +116,9 @@ def test_a_process_that_is_exiting_is_not_signalled_before_its_time() -> None:
         assert guardian.signal_for(os.getpid(), 0.1, asked=False, alone=0.1) == signal.SIGTERM
     finally:
         os.waitpid(child, 0)
+
+
+def test_a_rank_whose_code_exits_with_0_has_failed() -> None:
+    script = "import sys\nfrom trainer.run import processes\nprocesses.run(lambda: sys.exit(0))\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1 and "SystemExit" in done.stderr

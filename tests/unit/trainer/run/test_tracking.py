@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 import sys
 import threading
@@ -451,8 +452,9 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
     rows: list[dict[str, Any]] = []
 
     class Failing:
-        def __init__(self, folder: Path, config: dict[str, Any], earlier: list[Any], name: str, project: str) -> None:
-            assert (folder, config, earlier, name, project) == (tmp_path, {"run": {"seed": 1}}, [], "demo", "hotbunk")
+        def __init__(self, folder: Path, config: dict[str, Any], earlier: list[Any], name: str, **more: Any) -> None:
+            assert (folder, config, earlier, name) == (tmp_path, {"run": {"seed": 1}}, [], "demo")
+            assert more == {"project": "hotbunk", "continues": False}
 
         def log(self, row: dict[str, Any]) -> None:
             rows.append(row)
@@ -474,3 +476,24 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
     assert message == "[hotbunk] no further copy in failing (ConnectionError: gone); metrics.jsonl has everything\n"
     assert rows[0] == {"train/step": 1} | metrics(1) | {"gap/max": None}
     assert len(read(tmp_path)) == 4
+
+
+def test_a_copied_folder_is_another_run_to_its_trackers_and_a_moved_one_is_the_same(
+    tmp_path: Path, calls: list[tuple[Any, ...]]
+) -> None:
+    def start(folder: Path, resumed_from: int | None = 1) -> str:
+        run(folder, range(2, 3), resumed_from)
+        return str(next(call for call in reversed(calls) if call[0] == "init")[1]["id"])
+
+    first = start(tmp_path / "a", None)
+    assert start(tmp_path / "a") == first
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert start(tmp_path / "moved") == first
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    copied = start(tmp_path / "copy")
+    assert copied != first and start(tmp_path / "copy") == copied and start(tmp_path / "moved") == first
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    assert start(tmp_path / "link") == first
+    shutil.copytree(tmp_path / "copy", tmp_path / "second")
+    shutil.rmtree(tmp_path / "copy")  # a move to another file system
+    assert start(tmp_path / "second") == copied
