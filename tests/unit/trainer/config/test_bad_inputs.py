@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.cli import main
+from trainer.config.model_file import model_config
+from trainer.errors import UserError
 
 RECIPE = """
 run: {{device: cpu, output_dir: {0}/runs}}
@@ -278,3 +280,13 @@ def test_variables_that_another_launcher_has_left_silence_no_command(folder: Pat
         assert lines.pop() == "hotbunk: model.path: there is no folder /absent"
         ignored = "[hotbunk] RANK=3 and WORLD_SIZE=2 are ignored, since torchrun has not set them: a run on 2 nodes"
         assert [line.startswith(ignored) for line in lines] == [True] * ("hotbunk" in words)
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step_40"])
+def test_a_run_given_for_a_model_names_its_model(part: str, tmp_path: Path) -> None:
+    for folder in ("model", "checkpoints/step_40"):
+        (tmp_path / "base" / folder).mkdir(parents=True)
+    (tmp_path / "base" / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError) as refused:
+        model_config(str(tmp_path / "base" / part))
+    assert str(refused.value).endswith(f"is a run, or a part of one: name its model, {tmp_path}/base/model")
