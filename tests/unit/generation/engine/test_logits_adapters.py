@@ -136,7 +136,7 @@ def test_a_librarys_request_with_a_wrong_name_is_refused_before_it_reaches_a_wor
         with_exact_names(SamplingParams(extra_args={REQUESTED: named}), arguments)
 
 
-def test_a_librarys_request_names_one_processor_exactly_and_keeps_its_other_arguments() -> None:
+def test_a_librarys_request_names_one_processor_and_keeps_its_other_arguments() -> None:
     """A text would otherwise match each processor whose name is a part of it."""
     arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
     params = SamplingParams(extra_args={"count": True, REQUESTED: f"{__name__}.doubling"})
