@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from generation.images import Image, Spans
+from generation.messages import chat_form, clean_messages
 from generation.trajectory import Trajectory, checked_versions, merged_versions
 
 if TYPE_CHECKING:
@@ -337,8 +338,7 @@ class ChatHistory(History):
         """Return the ids of the next prompt: exact ids up to the last recorded answer, then the template's."""
 
         def render(part: Sequence[Message], **kwargs: Any) -> list[int]:
-            plain = [template_message(message) for message in part]
-            text = self._tokenizer.apply_chat_template(plain, tools=tools or None, tokenize=False, **kwargs)
+            text = chat_form(self._tokenizer).render(clean_messages(list(part)), tools=tools or None, **kwargs)
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
         rendered_ids = render(messages, add_generation_prompt=True, **template_kwargs)
@@ -357,33 +357,13 @@ class ChatHistory(History):
             return list(rendered)
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect.
-
-    Content is text, or parts if there are images. Arguments of tool calls are objects. Fields that are None are left
-    out.
-    """
-    plain = {name: value for name, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list) and any(map(_is_image, content)):
-        plain["content"] = [
-            {"type": "image"} if _is_image(part) else {"type": "text", "text": content_text([part])} for part in content
-        ]
-    else:
-        plain["content"] = content_text(content)
-    calls = plain.pop("tool_calls", None) or []
-    for call in calls:
-        function = dict(call.get("function") or call)
-        parsed = function | {"arguments": parsed_arguments(function.get("arguments"))}
-        plain.setdefault("tool_calls", []).append(dict(call) | {"function": parsed} if "function" in call else parsed)
-    return plain
-
-
 def content_text(content: Any) -> str:
-    """Return the text of a message's content, which is text, None, or a list of parts."""
+    """Return the text of a message's content, which is text, None, a list of parts, or a tool's JSON value."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+    if not isinstance(content, Iterable) or isinstance(content, Mapping):
+        return json.dumps(content, sort_keys=True, default=repr)
+    return "".join(part.get("text") or "" if isinstance(part, Mapping) else str(part) for part in content)
 
 
 def parsed_arguments(arguments: Any) -> Any:
@@ -399,9 +379,8 @@ def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwarg
 
     They do not depend on the conversation before, so that `STAND_IN` is rendered in its place.
     """
-    template = {"add_generation_prompt": True, **template_kwargs}
-    rendered = tokenizer.apply_chat_template([*STAND_IN, *messages], tokenize=False, **template)
-    return list(tokenizer(following(str(rendered)), add_special_tokens=False)["input_ids"])
+    rendered = chat_form(tokenizer).render([*STAND_IN, *clean_messages(list(messages))], **template_kwargs)
+    return list(tokenizer(following(rendered), add_special_tokens=False)["input_ids"])
 
 
 def following(rendered: str) -> str:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
+from generation.messages import ChatForm, plain_ids
+
 if TYPE_CHECKING:
     import PIL.Image
     from torch import Tensor
@@ -398,6 +400,7 @@ class ImageProcessor:
         self._processor = processor
         self.tokenizer: PreTrainedTokenizerBase = processor.tokenizer
         self.image_token: str = processor.image_token  # placeholder in text, once for each image
+        self.form = ChatForm(self.render)
         self._replacement = functools.lru_cache(maxsize=4096)(self._replacement_of)
         self.marked = functools.lru_cache(maxsize=4096)(self._marked_of)
 
@@ -419,7 +422,10 @@ class ImageProcessor:
             replacements = [self._replacement(image.size) for image in images]
             [text], _ = self._processor.get_text_with_replacements([text], replacements)
         special = isinstance(prompt, str) if special is None else special
-        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        if special:
+            [ids] = plain_ids(self.tokenizer, [text])
+        else:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids, self.spans(ids, images)
 
     def render(self, messages: ChatMessages, **template: Any) -> str:

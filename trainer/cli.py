@@ -154,7 +154,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     from trainer.rollouts.level import RolloutLevel
 
     if command == "sft":
-        from trainer.commands.sft import load_transcripts
+        from trainer.commands.sft_rows import load_transcripts
 
         load_transcripts(config, load_tokenizer(config.model))
         check_model(config, "sft")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from generation.engine.sampling import SamplingSettings
-from generation.images import Image, split_images
+from generation.images import Image, split_images, subject
+from generation.messages import chat_form, chosen_tools, clean_messages
 from generation.rollouts import tools
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction
 from generation.rollouts.tools import CallParser, Content, Tool, ToolRunner
@@ -24,13 +25,23 @@ _ENVIRONMENT = "it must be a class with a method reset(**row), or a function tha
 
 @dataclass(frozen=True)
 class Agent:
-    """The policy's tools, and the way it calls them. With `describe`, chat templates get the tools' schemas."""
+    """The policy's tools, and the way it calls them.
+
+    With `describe`, chat templates get the tools' schemas, or those that a row names in its column `tools_key`.
+    """
 
     runner: ToolRunner
     parse: CallParser
     max_turns: int
     tools: Mapping[str, Tool] = field(default_factory=dict)
     describe: bool = True
+    tools_key: str | None = None
+
+    def described(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the schemas of the tools that the prompt of a row describes."""
+        schemas = [tool.schema for tool in self.tools.values()] if self.describe else []
+        chosen = row.get(self.tools_key) if self.tools_key is not None else None
+        return chosen_tools(chosen, schemas)
 
 
 def tool_rollout(agent: Agent) -> RolloutFunction:
@@ -193,7 +204,7 @@ def environment_rollout(
         bound = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
         try:
             observation = await llm.outside(call(_with_columns(environment.reset, row)))
-            chat = _after_reset(llm, observation, agent)
+            chat = _after_reset(llm, observation, agent.described(row))
             return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **bound}))
         finally:
             if hasattr(environment, "close"):
@@ -241,8 +252,11 @@ def _with_columns(function: Callable[..., Any], row: dict[str, Any]) -> functool
     return functools.partial(function, **{name: row[name] for name in parameters if name in row})
 
 
-def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation:
-    """Returns a conversation that begins with the environment's first observation, rendered as prompts are."""
+def _after_reset(llm: PolicyLLM, observation: Any, schemas: list[dict[str, Any]]) -> Conversation:
+    """Returns a conversation that begins with the environment's first observation, rendered as prompts are.
+
+    `schemas` are those of the tools that the prompt describes.
+    """
     if observation is None:
         return llm.conversation()
     if isinstance(observation, str) and llm.messages is None:
@@ -251,15 +265,20 @@ def _after_reset(llm: PolicyLLM, observation: Any, agent: Agent) -> Conversation
     if (added := tools.image_parts(observation) or observation) is not observation or isinstance(added, str):
         *before, last = llm.messages or []
         observation, images = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
-    settings = {"add_generation_prompt": True} | llm.settings.chat_template_kwargs
-    if agent.describe and (schemas := [tool.schema for tool in agent.tools.values()]):
+    settings = dict(llm.settings.chat_template_kwargs)
+    if schemas:
         settings["tools"] = schemas
-    if llm.image_rules is None:
-        text = llm.tokenizer.apply_chat_template(observation, tokenize=False, **settings)
-        return llm.conversation(list(llm.tokenizer(text, add_special_tokens=False)["input_ids"]))
-    messages, sources = split_images(observation, images)
+    with subject("reset"):
+        messages = clean_messages(observation)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("has messages that end with an assistant's turn: leave that out")
+        if llm.image_rules is None:
+            text = chat_form(llm.tokenizer).render(messages, **settings)
+            return llm.conversation(list(llm.tokenizer(text, add_special_tokens=False)["input_ids"]))
+        messages, sources = split_images(messages, images)
+        text = llm.image_rules.processor.form.render(messages, **settings)
     images = llm.conversation([]).read_images(sources)
-    ids, spans = llm.image_rules.processor.expand(messages, images, **settings)
+    ids, spans = llm.image_rules.processor.expand(text, images, special=False)
     chat = llm.conversation(ids)
     chat.images, chat.image_spans = images, spans
     return chat

@@ -14,6 +14,7 @@ from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import STAND_IN, Generation, encode_following, following, without_second_end
 from generation.images import Image, ImageRules, Spans, split_images, subject
+from generation.messages import clean_messages
 from generation.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -252,9 +253,9 @@ class Conversation(Trajectory):
         if (rules := self.llm.image_rules) is None:
             added = encode_following(self.llm.tokenizer, messages, template)
         else:
-            messages, sources = split_images(messages)
+            messages, sources = split_images(clean_messages(messages))
             images = self.read_images(sources)
-            text = following(rules.processor.render([*STAND_IN, *messages], **template))
+            text = following(rules.processor.form.render([*STAND_IN, *messages], **template))
             added, spans = rules.processor.expand(text, images, special=False)
         kept = without_second_end((self.response_ids or self.prompt_ids)[-1], added, self._ends)
         begin = len(self.ids) + len(kept) - len(added)

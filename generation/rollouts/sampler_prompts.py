@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from generation.exact_ids import STAND_IN, Generation, History, following, template_message, without_second_end
+from generation.exact_ids import STAND_IN, Generation, History, following, without_second_end
 from generation.images import Image, ImageRules, PromptInput, Spans, StoredImage, split_images, subject
+from generation.messages import chat_form, clean_messages, plain_ids
 from generation.rollouts.episode import RolloutSettings
 
 if TYPE_CHECKING:
@@ -182,11 +183,11 @@ class PromptReader:
     ) -> Request:
         """Make a request of a conversation; only the messages after the last known answer are rendered."""
         images: tuple[Image, ...] = ()
+        plain = messages
         if self.rules is not None:
             plain, sources = split_images(messages)
             images = self._read(sources)
             messages = _with_images(plain, images)
-        plain = [template_message(message) for message in messages]
         if (prefix := self.history.known_prefix(messages, position)) and (parent := prefix.answer):
             text = following(self._rendered([*STAND_IN, *plain[prefix.messages :]], **kwargs))
             prompt_input = self._appended(_input_of(parent), text, images, parent)
@@ -203,9 +204,9 @@ class PromptReader:
         )
 
     def _rendered(self, messages: Messages, **kwargs: Any) -> str:
-        if self.rules is not None:
-            return self.rules.processor.render(messages, **kwargs)
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+        form = chat_form(self.tokenizer) if self.rules is None else self.rules.processor.form
+        with subject("a prompt"):
+            return form.render(clean_messages(messages), **kwargs)
 
     def _read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
         if sources and self.rules is None:
@@ -231,8 +232,10 @@ class PromptReader:
             assert self.rules is not None
             with subject("a prompt"):
                 added, spans = self.rules.processor.expand(text, later, special=special)
+        elif special:
+            [added] = plain_ids(self.tokenizer, [text])
         else:
-            added = list(self.tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
+            added = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
         ends = {self.tokenizer.eos_token_id, *self.settings.sampling.stop_token_ids}
         kept = added if parent is None else without_second_end(parent.ids[-1], added, ends)
         cut = len(added) - len(kept)

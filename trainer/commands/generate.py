@@ -18,6 +18,7 @@ from generation.engine.devices import first_devices
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
+from generation.messages import chat_form, plain_ids
 from generation.rollouts.episode import encode_following, without_second_end
 from trainer.commands.exporting import export
 from trainer.config.checks import COMPLETE_MARKER
@@ -148,7 +149,7 @@ class ChatSession:
     def ask(self, text: str) -> list[int]:
         """Adds a message of the user and returns the prompt's ids; without a chat template, those of the text alone."""
         if self.tokenizer.chat_template is None:
-            self.ids = self.tokenizer(text)["input_ids"]
+            [self.ids] = plain_ids(self.tokenizer, [text])
             return self.ids
         message = {"role": "user", "content": text}
         if self.ids:
@@ -156,7 +157,7 @@ class ChatSession:
             self.ids = self.ids + without_second_end(self.ids[-1], added, {added[0]})
         else:
             messages = [*self._system, message]
-            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered = chat_form(self.tokenizer).render(messages)
             self.ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return self.ids
 

@@ -5,6 +5,7 @@ from trainer.data.images import encoded_images, image_rules, messages_and_images
 from trainer.data.prompts import (
     Prompt,
     PromptDataset,
+    check_preferences,
     columns_read,
     epoch_order,
     load_held_out,
@@ -13,12 +14,14 @@ from trainer.data.prompts import (
     prompt_rows,
     take,
 )
-from trainer.data.rows import RenderedRow, column_value, in_chunks, prompt_content, prompt_messages
+from trainer.data.rows import RenderedRow, RowReader, column_value, in_chunks, row_reader
 
 __all__ = [
     "Prompt",
     "PromptDataset",
     "RenderedRow",
+    "RowReader",
+    "check_preferences",
     "column_value",
     "columns_read",
     "encoded_images",
@@ -30,10 +33,9 @@ __all__ = [
     "load_rows",
     "load_tokenizer",
     "messages_and_images",
-    "prompt_content",
-    "prompt_messages",
     "prompt_rows",
     "row_images",
+    "row_reader",
     "stored_images",
     "take",
 ]

@@ -2,18 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from generation.images import Image, ImageRules, Spans, StoredImage
+from generation.messages import Message, plain_ids
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.data.files import load_rows
 from trainer.data.images import encoded_images, messages_and_images, row_images, stored_images
-from trainer.data.rows import NO_TEMPLATE, RenderedRow, column_value, in_chunks, prompt_content, prompt_messages
+from trainer.data.rows import RenderedRow, RowReader, column_value, in_chunks, row_reader
 from trainer.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Prompt:
     row: dict[str, Any]  # the entire row without its images; `row["answer"]` is the column data.answer_key names
     images: tuple[StoredImage, ...] = ()
     image_spans: Spans = ()
+    reader: RowReader | None = field(default=None, repr=False, compare=False)  # of its dataset's rows
 
 
 class PromptDataset(list[Prompt]):
@@ -115,7 +117,7 @@ def _usable(rendered: Iterable[RenderedRow], path: str, most: int) -> PromptData
         if row.dropped:
             dropped += 1
         else:
-            prompts.append(Prompt(row.index, row.token_ids, row.row, row.images, row.image_spans))
+            prompts.append(Prompt(row.index, row.token_ids, row.row, row.images, row.image_spans, row.reader))
     if not prompts:
         raise UserError(f"all {dropped} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
     return PromptDataset(prompts, dropped)
@@ -136,9 +138,10 @@ def prompt_rows(
     Raises UserError that names the file, and the row, if data cannot be read or a row cannot be used.
     """
     if held_out is None:
-        rows = load_rows(config.path, config.subset, config.split)
+        rows = load_rows(config.path, config.subset, config.split, exact=columns_read(config))
     else:
-        rows = load_rows(held_out.path, held_out.subset, held_out.split, held_out.size)
+        exact = [*columns_read(config), held_out.prompt_key or ""]
+        rows = load_rows(held_out.path, held_out.subset, held_out.split, held_out.size, exact=exact)
         rows = _with_columns_of_training(rows, held_out, config)
         keys = held_out.model_dump(include={"path", "answer_key", "image_key"}, exclude_none=True)
         config = config.model_copy(update=keys)
@@ -152,7 +155,7 @@ def prompt_rows(
 
 def columns_read(config: DataConfig) -> list[str]:
     """Return the columns from which prompts are made, whether the data have them or not; rewards may read others."""
-    keys = [config.prompt_key, config.messages_key, config.answer_key, config.image_key]
+    keys = [config.prompt_key, config.messages_key, config.tools_key, config.answer_key, config.image_key]
     return [key for key in keys if key is not None]
 
 
@@ -169,69 +172,95 @@ def _with_columns_of_training(rows: "Dataset", dataset: HeldOutConfig, config: D
 
 def _check_columns(rows: "Dataset", config: DataConfig) -> None:
     """Raise UserError if the rows lack a column that the recipe names."""
+    check_preferences(rows, config.path, config.prompt_key, config.messages_key)
     there = f"{config.path} has only the columns {', '.join(rows.column_names)}"
     if config.prompt_key not in rows.column_names and config.messages_key not in rows.column_names:
         keys = f"data.prompt_key = {config.prompt_key!r} nor data.messages_key = {config.messages_key!r}"
         raise UserError(f"neither {keys} is a column: {there}")
-    if config.answer_key is not None and column_value(rows.features, config.answer_key) is None:
+    if config.answer_key is not None and not _has_column(rows.features, config.answer_key):
         key = f"data.answer_key = {config.answer_key!r}"
         raise UserError(f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer")
     if config.image_key is not None and config.image_key not in rows.column_names:
         raise UserError(f"data.image_key = {config.image_key!r} is not a column: {there}")
 
 
+def check_preferences(rows: "Dataset", path: str, *keys: str) -> None:
+    """Raise UserError if the rows are pairs of answers, and have none of the columns that a run needs."""
+    names = set(rows.column_names)
+    if {"chosen", "rejected"} <= names and names.isdisjoint(keys):
+        needed = " or ".join(map(repr, keys))
+        remedy = "rename one of its columns, or name it in the recipe, if it is meant"
+        raise UserError(f"{path} is a file of preferences (chosen, rejected), but has no column {needed}: {remedy}")
+
+
+def _has_column(features: Mapping[str, Any], key: str) -> bool:
+    """Return True if a key names a column or a field of one. What is in a column of type `Json`, rows alone tell."""
+    column = features.get(key.partition(".")[0])
+    return column_value(features, key) is not None or type(column).__name__ == "Json"
+
+
 def _rendered(rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[RenderedRow]:
     """Yield rows without images, in the order of the rows, including those that are too long."""
-    templated = config.apply_chat_template and tokenizer.chat_template is not None
-    settings = {"add_generation_prompt": True, **config.chat_template_kwargs}
-    if config.system_prompt is not None and not templated:
-        raise UserError(f"data.system_prompt needs a chat template: {NO_TEMPLATE}")
+    reader = row_reader(config, tokenizer, rows)
 
-    def render(row: dict[str, Any]) -> tuple[list[dict[str, Any]] | None, str]:
-        if not templated:
-            return None, str(prompt_content(row, config, templated))
-        messages = prompt_messages(row, config)
-        try:
-            return messages, str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
-        except Exception as error:  # a template is a program
-            raise ValueError(f"does not suit the chat template: {one_line(error)}") from error
+    def read(row: dict[str, Any]) -> RenderedRow:
+        if reader.form is None:
+            return RenderedRow(0, row, None, [], reader.prompt(row), ())
+        messages = reader.messages(row)
+        tools = reader.tools(row)
+        text = reader.render_prompt(messages, tools)
+        return RenderedRow(0, row, messages, tools, text, (), remarks=_remarks(reader, messages, tools))
 
-    tools = config.chat_template_kwargs.get("tools") or []
-    for chunk in in_chunks(rows, config.path, render):
-        texts = [text for _, _, (_, text) in chunk]
+    for chunk in in_chunks(rows, config.path, read):
+        texts = [rendered.text for _, _, rendered in chunk]
         # A chat template writes special tokens itself; for plain text the tokenizer adds them.
-        encoded = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
-        for (index, row, (messages, text)), token_ids in zip(chunk, encoded, strict=True):
+        if reader.form is None:
+            encoded = plain_ids(tokenizer, texts)
+        else:
+            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for (index, row, rendered), token_ids in zip(chunk, encoded, strict=True):
             if config.answer_key is not None:
                 row["answer"] = column_value(row, config.answer_key)
-            yield RenderedRow(index, row, messages, tools, text, tuple(token_ids))
+            yield replace(rendered, index=index, token_ids=tuple(token_ids), reader=reader)
+
+
+def _remarks(reader: RowReader, messages: list[Message], tools: list[Message]) -> tuple[str, ...]:
+    remarks = reader.remarks(messages)
+    if tools and not reader.recipe_tools:
+        remarks += ("describes tools that the recipe does not run, so no call of them is answered",)
+    return remarks
 
 
 def _with_images(rows: "Dataset", config: DataConfig, rules: ImageRules) -> Iterator[RenderedRow]:
     """Yield rows that may have images, as `_rendered`. Decoded images are not kept."""
     rows = encoded_images(rows)
     path = config.path
-    tools = config.chat_template_kwargs.get("tools") or []
-    templated = config.apply_chat_template and rules.processor.tokenizer.chat_template is not None
+    reader = row_reader(config, rules.processor.tokenizer, rows, rules.processor)
 
     def parts(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-        if not templated:
-            return prompt_content(row, config, templated), row_images(row, config, path)
-        return messages_and_images(prompt_messages(row, config), row, config, path)
+        if reader.form is None:
+            return reader.prompt(row), row_images(row, config, path)
+        return messages_and_images(reader.messages(row), row, config, path)
 
-    def read(row: dict[str, Any]) -> tuple[Any, str, tuple[Image, ...], list[int], Spans]:
+    def read(row: dict[str, Any]) -> tuple[RenderedRow, tuple[Image, ...]]:
         content, sources = parts(row)
         images = rules.read(sources)
-        text = rules.processor.render(content, **config.chat_template_kwargs) if templated else content
-        return content, text, images, *rules.processor.expand(text, images, special=not templated)
+        if reader.form is None:
+            ids, spans = rules.processor.expand(content, images)
+            return RenderedRow(0, row, None, [], content, tuple(ids), image_spans=spans), images
+        tools = reader.tools(row)
+        text = reader.render_prompt(content, tools)
+        ids, spans = rules.processor.expand(text, images, special=False)
+        remarks = _remarks(reader, content, tools)
+        rendered = RenderedRow(0, row, content, tools, text, tuple(ids), image_spans=spans, remarks=remarks)
+        return rendered, images
 
     for chunk in in_chunks(rows, path, read):
-        for index, row, (content, text, images, ids, spans) in chunk:
+        for index, row, (rendered, images) in chunk:
             stored = stored_images(rows, index, path, lambda row: parts(row)[1], images, rules)
             plain = {name: value for name, value in row.items() if name != config.image_key}
-            if templated and not isinstance(prompt_content(row, config, templated), str):
-                plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = content
+            if rendered.messages is not None and not isinstance(reader.prompt(row), str):
+                plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = rendered.messages
             if config.answer_key is not None:
                 plain["answer"] = column_value(row, config.answer_key)
-            messages = content if templated else None
-            yield RenderedRow(index, plain, messages, tools, text, tuple(ids), stored, spans)
+            yield replace(rendered, index=index, row=plain, images=stored, reader=reader)

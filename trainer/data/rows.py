@@ -1,15 +1,17 @@
 """What a row says: its prompt as text or messages, its tools, and its answer."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from generation.images import Spans, StoredImage, split_images
+from generation.images import ImageProcessor, Spans, StoredImage, split_images
+from generation.messages import ChatForm, Message, chat_form, chosen_tools, clean_messages, messages_in
 from trainer.config.schema import DataConfig
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 NO_TEMPLATE = "the tokenizer has none, or data.apply_chat_template is false"
 _CHUNK = 1000  # rows tokenised in one call, which the tokenizer spreads over its threads
@@ -20,7 +22,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class RenderedRow:
     """One row of the data as the model sees it; `trainer.data.prompt_rows` yields those of prompts, and
-    `trainer.commands.sft.transcript_rows` those of a warm start.
+    `trainer.commands.sft_rows.transcript_rows` those of a warm start.
 
     Attributes:
         index: the row's index in the dataset; dropped rows count.
@@ -37,6 +39,7 @@ class RenderedRow:
         dropped: why the row is left out, such as "is longer than data.max_prompt_tokens"; empty if it is used.
         remarks: sentences, without their subject, on what is suspicious in the row, though it can be used, such as
             "holds the special token '<|im_end|>' in its text". The same thing is said in the same words in each row.
+        reader: the reader of all rows of the dataset.
     """
 
     index: int
@@ -50,6 +53,7 @@ class RenderedRow:
     learned: tuple[int, ...] = ()
     dropped: str = ""
     remarks: tuple[str, ...] = ()
+    reader: "RowReader | None" = None
 
 
 def in_chunks(
@@ -62,38 +66,157 @@ def in_chunks(
     """
     for start in range(0, len(rows), _CHUNK):
         chunk = []
-        for index, row in enumerate(map(dict, rows.select(range(start, min(start + _CHUNK, len(rows))))), start):
-            try:
+        index = start
+        try:
+            for row in map(dict, rows.select(range(start, min(start + _CHUNK, len(rows))))):
                 chunk.append((index, row, read(row)))
-            except ValueError as error:
-                raise UserError(f"row {index} of {path} {error}") from error
+                index += 1
+        except UnicodeDecodeError as error:  # Arrow does not look into texts before they are read
+            byte = error.object[error.start]
+            raise UserError(f"row {index} of {path} has a text that is not UTF-8: its byte {byte:#x}") from error
+        except ValueError as error:
+            raise UserError(f"row {index} of {path} {error}") from error
         yield chunk
 
 
-def prompt_content(row: dict[str, Any], config: DataConfig, templated: bool) -> Any:
-    """Return a row's prompt: text or, only if `templated`, messages. Raises ValueError saying what the row lacks."""
-    content = row.get(config.prompt_key) or row.get(config.messages_key)
-    if not content:
-        raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
-    if not templated and not isinstance(content, str):
-        raise ValueError(f"holds messages, which need a chat template: {NO_TEMPLATE}")
-    return content
+@dataclass(frozen=True)
+class RowReader:
+    """Reads what the rows of one dataset say to the model. Its methods raise ValueError with a sentence about the row
+    that lacks its subject.
 
-
-def prompt_messages(row: dict[str, Any], config: DataConfig, images: int = 0) -> list[dict[str, Any]]:
-    """Return a row's prompt as messages, with the system prompt. Raises ValueError saying what the row lacks.
-
-    A prompt that is plain text gets placeholders for this many `images` at its beginning.
+    Attributes:
+        config: the recipe's section, with the keys of this dataset.
+        form: the chat template; None where rows are plain text.
+        features: the types of the columns as `datasets` has them, which tell Arrow's nulls from those of a row.
+        special_tokens: the tokens that texts of rows should not contain.
+        bos_token: the one of them that begins a text.
     """
-    content = prompt_content(row, config, templated=True)
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if not isinstance(messages, list) or not all(isinstance(part, dict) and part.get("role") for part in messages):
-        raise ValueError("has a prompt that is neither a string nor a list of messages with role and content")
-    # Arrow gives all messages the same keys; the value None stands for a key that the message did not have.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return split_images(messages, [...] * images)[0] if images and isinstance(content, str) else messages
+
+    config: DataConfig
+    form: ChatForm | None
+    features: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
+    bos_token: str | None = None
+
+    @property
+    def recipe_tools(self) -> list[Message]:
+        """The schemas of the recipe's tools, as `RolloutLevel` has described them."""
+        return self.config.chat_template_kwargs.get("tools") or []
+
+    def column(self, row: Mapping[str, Any], name: str | None) -> Any:
+        """Return a column's value without the nulls that Arrow has put under keys that only other rows have."""
+        if name is None or row.get(name) is None:
+            return None
+        return _without_fill(row[name], self.features.get(name))
+
+    def prompt(self, row: Mapping[str, Any]) -> Any:
+        """Return a row's prompt as it was written: text or, only with a chat template, messages."""
+        config = self.config
+        content = self.column(row, config.prompt_key) or self.column(row, config.messages_key)
+        if not content:
+            raise ValueError(f"has neither {config.prompt_key!r} nor {config.messages_key!r}")
+        content = messages_in(content)
+        if self.form is None and not isinstance(content, str):
+            raise ValueError(f"holds messages, which need a chat template: {NO_TEMPLATE}")
+        return content
+
+    def messages(self, row: Mapping[str, Any], images: int = 0) -> list[Message]:
+        """Return a row's prompt as clean messages, with the system prompt.
+
+        A prompt that is plain text gets placeholders for this many `images` at its beginning.
+        """
+        content = self.prompt(row)
+        plain = isinstance(content, str)
+        messages = [{"role": "user", "content": content}] if plain else clean_messages(content)
+        if self.config.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+        return split_images(messages, [...] * images)[0] if images and plain else messages
+
+    def tools(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the schemas of the tools that a row's prompt describes."""
+        return chosen_tools(self.column(row, self.config.tools_key), self.recipe_tools)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message], **settings: Any) -> str:
+        """Return the chat template's text of clean messages; by default with the opening of an answer."""
+        assert self.form is not None
+        arguments = {**self.config.chat_template_kwargs, **settings}
+        if tools:
+            arguments["tools"] = list(tools)
+        else:
+            arguments.pop("tools", None)
+        text = self.form.render(messages, **arguments)
+        if not self.recipe_tools:
+            for schema in tools:
+                if schema["function"]["name"] not in text:
+                    raise ValueError("has tools, which the chat template does not describe: set data.tools_key to null")
+        return text
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        """Return the text of a prompt, which ends with the opening of an answer, or with the answer to be continued."""
+        roles = {message["role"] for message in messages}
+        if roles <= {"system", "developer"}:
+            raise ValueError("holds a system message alone: it needs one of the user")
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, tools)
+        kwargs = self.config.chat_template_kwargs
+        if not self.config.continue_final and not kwargs.get("continue_final_message"):
+            remedies = "drop that turn, or have it continued (data.continue_final: true)"
+            raise ValueError(f"ends with an assistant's turn, after which the model would answer once more: {remedies}")
+        if messages[-1].get("tool_calls"):
+            raise ValueError("ends with a tool call, which cannot be continued: add the tool's reply, or drop the call")
+        return self.render(messages, tools, add_generation_prompt=False, continue_final_message=True)
+
+    def remarks(self, messages: Sequence[Message]) -> tuple[str, ...]:
+        """Return what is suspicious in messages. Raises ValueError for a text that is templated already."""
+        remarks = []
+        assert self.form is not None
+        opening = self.form.opening.strip()
+        for message in messages:
+            content = message.get("content")
+            if message["role"] == "assistant" or not isinstance(content, str):
+                continue
+            special = next((token for token in self.special_tokens if token in content), None)
+            if special is None:
+                continue
+            begins = self.bos_token is not None and content.startswith(self.bos_token)
+            if begins or (opening and content.rstrip().endswith(opening)):
+                remedy = "set data.apply_chat_template to false, or leave its special tokens out"
+                raise ValueError(f"has a text that is templated already ({special}): {remedy}")
+            remarks.append(f"has the special token {special} in its text")
+        return tuple(remarks)
+
+
+def row_reader(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: "Dataset | None" = None,
+    processor: ImageProcessor | None = None,
+) -> RowReader:
+    """Return the reader of `rows`; without them, of rows whose nulls are their own. Raises UserError."""
+    form = None
+    if config.apply_chat_template and tokenizer.chat_template is not None:
+        form = chat_form(tokenizer) if processor is None else processor.form
+    elif config.system_prompt is not None:
+        raise UserError(f"data.system_prompt needs a chat template: {NO_TEMPLATE}")
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    tokens = [token for token in added if "reserved" not in token and "unused" not in token]
+    features = {} if rows is None else dict(rows.features)
+    return RowReader(config, form, features, tuple(tokens), tokenizer.bos_token)
+
+
+def _without_fill(value: Any, feature: Any) -> Any:
+    """Return a value without the nulls that Arrow has put into its objects.
+
+    A column of objects has the keys of all of them, and null for those that one lacks. Columns of type `Json`, which
+    `datasets` gives to objects of a jsonl file with different keys, hold what the file holds.
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        entries = ((key, entry) for key, entry in value.items() if entry is not None)
+        return {key: _without_fill(entry, feature.get(key)) for key, entry in entries}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and inner is not None:
+        return [_without_fill(entry, inner) for entry in value]
+    return value
 
 
 def column_value(row: Mapping[str, Any], key: str) -> Any:

@@ -27,7 +27,7 @@ from generation.rollouts.sampler import Sampler, make_sampler
 from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from sharding.ranks import agreed, exchange, is_main
 from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
-from trainer.data import Prompt, image_rules, prompt_messages
+from trainer.data import Prompt, image_rules, row_reader
 from trainer.errors import Interrupted, UserError
 
 T = TypeVar("T")
@@ -44,7 +44,6 @@ class RolloutLevel:
     ) -> None:
         """`start_server` starts the server of level 6; it is not needed if no episode is going to run."""
         self.image_rules = image_rules(config, tokenizer)
-        self._templated = config.data.apply_chat_template and tokenizer.chat_template is not None
         self.function: RolloutFunction | None = one_shot  # runs one episode; None: a sampler takes all prompts at once
         self.sampler: Sampler | None = None  # the object of level 5
         self._mcp: McpTools | None = None
@@ -60,12 +59,15 @@ class RolloutLevel:
             self.function = _client_function(config, start_server)
         elif named.tools or named.mcp or named.environment is not None:
             self._mcp = _mcp_tools(config)
-            self.function, schemas = _agent_function(named, tokenizer, self._mcp.tools, self.image_rules is not None)
+            self.function, schemas = _agent_function(config, tokenizer, self._mcp.tools, self.image_rules is not None)
             if named.mcp:
                 self.function = self._mcp.around(self.function)
             if schemas and named.describe_tools:
                 described = {**config.data.chat_template_kwargs, "tools": schemas}
                 self.data = config.data.model_copy(update={"chat_template_kwargs": described})
+            elif schemas:
+                self.data = config.data.model_copy(update={"tools_key": None})
+        self._reader = row_reader(self.data, tokenizer)
 
     async def aclose(self) -> None:
         """Stops the server of level 6 and MCP servers. Call it on the engine's event loop, before the engine stops."""
@@ -76,9 +78,11 @@ class RolloutLevel:
 
     def messages(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]] | None] | None:
         """Returns the messages of each prompt; None without a chat template, or if the level does not use them."""
-        if not self._templated or self.function is one_shot:
+        if self._reader.form is None or self.function is one_shot:
             return None
-        return [prompt_messages(prompt.row, self.data, len(prompt.images)) for prompt in prompts]
+        readers = [prompt.reader or self._reader for prompt in prompts]
+        pairs = zip(readers, prompts, strict=True)
+        return [reader.messages(prompt.row, len(prompt.images)) for reader, prompt in pairs]
 
 
 def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
@@ -122,9 +126,10 @@ def _mcp_tools(config: TrainConfig) -> McpTools:
 
 
 def _agent_function(
-    named: RolloutConfig, tokenizer: PreTrainedTokenizerBase, mcp_tools: list[Tool], images: bool
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, mcp_tools: list[Tool], images: bool
 ) -> tuple[RolloutFunction, list[dict[str, Any]]]:
     """Builds levels 2 and 3; returns the function and all tools' schemas. `images`: replies may have images."""
+    named = config.rollout
 
     def function(spec: str) -> Callable[..., Any]:
         loaded: Callable[..., Any] = load(spec)
@@ -141,7 +146,8 @@ def _agent_function(
         "rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *mcp_tools])
     )
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
-    agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools)
+    tools_key = config.data.tools_key if named.describe_tools else None
+    agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools, tools_key)
     schemas = [tool.schema for tool in tools.values()]
     if named.environment is None:
         _check_rates(named, tools)

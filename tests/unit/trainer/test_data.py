@@ -102,13 +102,14 @@ def test_a_prompt_string_becomes_a_user_message_and_the_row_is_passed_on(tmp_pat
 def test_messages_keep_their_system_prompt_and_get_no_keys_they_did_not_have(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi", "name": "Ada"}]},
-        {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]},
+        {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}] * 2},
     ]
+    rows[1]["messages"].pop()
     path = write(tmp_path / "a.jsonl", *rows)
     config = DataConfig(path=path, answer_key=None, system_prompt="Mine.", chat_template_kwargs={"thinking": True})
     assert texts(load_prompts(config, small_tokenizer())) == [
         "<system>Own.<user>Hi(Ada)<assistant><think>",
-        "<system>Mine.<user>A<assistant>B<assistant><think>",
+        "<system>Mine.<user>A<assistant>B<user>A<assistant><think>",
     ]
 
 

@@ -17,7 +17,8 @@ from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_h
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError
 from tests.support.pictures import images, picture
-from trainer.commands.sft import Transcripts, batches_of, load_transcripts
+from trainer.commands.sft import batches_of
+from trainer.commands.sft_rows import Transcripts, load_transcripts
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
 from trainer.config.schema import DataConfig, TrackingConfig, TrainConfig
