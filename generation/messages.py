@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-Message = dict[str, Any]
+CleanMessage = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
@@ -32,7 +32,7 @@ class Arguments(dict[str, Any]):
 class Template(Protocol):
     """The function of a tokenizer or processor that renders messages; `settings` are the template's arguments."""
 
-    def __call__(self, messages: Sequence[Message], **settings: Any) -> str:
+    def __call__(self, messages: Sequence[CleanMessage], **settings: Any) -> str:
         """Return the text of messages."""
 
 
@@ -57,7 +57,7 @@ def messages_in(value: Any) -> Any:
     return value
 
 
-def clean_messages(messages: Any) -> list[Message]:
+def clean_messages(messages: Any) -> list[CleanMessage]:
     """Return messages in one form: a role in small letters, content that is text or parts, calls with their arguments.
 
     An absent key is meant where a message has None under it, so it is left out. Text parts are `{"type": "text",
@@ -71,7 +71,7 @@ def clean_messages(messages: Any) -> list[Message]:
     return [_clean_message(message, f"has a message ({n})") for n, message in enumerate(messages, start=1)]
 
 
-def _clean_message(message: Mapping[str, Any], name: str) -> Message:
+def _clean_message(message: Mapping[str, Any], name: str) -> CleanMessage:
     clean = {key: value for key, value in message.items() if value is not None}
     role = clean["role"]
     if not isinstance(role, str):
@@ -114,7 +114,7 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("type"), str)
 
 
-def _clean_part(part: Any, name: str) -> Message:
+def _clean_part(part: Any, name: str) -> CleanMessage:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -127,13 +127,13 @@ def _clean_part(part: Any, name: str) -> Message:
     return {"type": "text", "text": clean["text"]}
 
 
-def _clean_calls(calls: Any, name: str) -> list[Message]:
+def _clean_calls(calls: Any, name: str) -> list[CleanMessage]:
     if isinstance(calls, str):
         calls = _parsed(calls, f"{name} whose tool_calls are text that is not JSON")
     return [_clean_call(call, name) for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _clean_call(call: Any, name: str) -> Message:
+def _clean_call(call: Any, name: str) -> CleanMessage:
     """Return a call whose arguments are an object: Arrow stores an empty one as null, and some write an empty text."""
     function = call.get("function") or call if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -160,7 +160,7 @@ def _parsed(text: str, sentence: str) -> Any:
         raise ValueError(f"{sentence}: {text[:60]}") from None
 
 
-def chosen_tools(value: Any, offered: Sequence[Message]) -> list[Message]:
+def chosen_tools(value: Any, offered: Sequence[CleanMessage]) -> list[CleanMessage]:
     """Return the schemas of the tools that a row describes to the model.
 
     `value` is the row's: None for all of `offered`, the tools that the recipe runs; a list of names or schemas, or the
@@ -211,7 +211,7 @@ class ChatForm:
         self._takes_parts: dict[str, bool] = {}
         self._calls: dict[Any, tuple[Any, bool] | None] = {}
 
-    def render(self, messages: Sequence[Message], **settings: Any) -> str:
+    def render(self, messages: Sequence[CleanMessage], **settings: Any) -> str:
         """Return the text of clean messages, by default with a generation prompt.
 
         Raises ValueError where the template refuses them, or leaves calls out.
@@ -224,7 +224,7 @@ class ChatForm:
             raise ValueError(f"does not suit the chat template: {reason}") from error
         return text
 
-    def fitted(self, message: Message) -> Message:
+    def fitted(self, message: CleanMessage) -> CleanMessage:
         """Return a clean message in the form that the template takes. Raises ValueError if it takes no such form."""
         role = message["role"]
         content = message.get("content")
@@ -246,7 +246,7 @@ class ChatForm:
             self._fit_calls(fitted)
         return fitted
 
-    def _fit_calls(self, fitted: Message) -> None:
+    def _fit_calls(self, fitted: CleanMessage) -> None:
         """Give a message its empty content and its calls' arguments in the form that the template takes."""
         content = fitted.get("content", ...)
         if content in (..., "", None):
@@ -280,7 +280,7 @@ class ChatForm:
         """Return True if the template writes a call's arguments once, as an object's JSON or in words of its own."""
         function = {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}
         call = {"id": "probe0000", "type": "function", "function": function}
-        turn: Message = {"role": "assistant", "tool_calls": [_with_text(call) if as_text else call]}
+        turn: CleanMessage = {"role": "assistant", "tool_calls": [_with_text(call) if as_text else call]}
         if content is not ...:
             turn["content"] = content
         tool = {"name": "probe_name", "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -288,7 +288,7 @@ class ChatForm:
         escaped = '\\"probe_key' in text or "{'probe_key'" in text
         return "probe_name" in text and _ARGUMENTS.search(text) is not None and not escaped
 
-    def _probe(self, *messages: Message, **settings: Any) -> str:
+    def _probe(self, *messages: CleanMessage, **settings: Any) -> str:
         with suppress(Exception):
             return self._template(messages, add_generation_prompt=False, **settings)
         return ""
@@ -321,7 +321,7 @@ class ChatForm:
         """Return True if the template writes the texts of a list of parts, and nothing else of them."""
         if role not in self._takes_parts:
             parts = [{"type": "text", "text": text} for text in ("probe_a", "probe_b")]
-            turn: Message = {"role": role, "content": parts}
+            turn: CleanMessage = {"role": role, "content": parts}
             if role in ("system", "developer"):
                 text = self._probe(turn, _ASKED)
             else:
@@ -339,7 +339,7 @@ def _are_parts(content: Any) -> bool:
     return isinstance(content, list) and all(map(_is_part, content))
 
 
-def _with_text(call: Message) -> Message:
+def _with_text(call: CleanMessage) -> CleanMessage:
     arguments = call["function"]["arguments"]
     text = getattr(arguments, "text", None) or json.dumps(arguments, ensure_ascii=False)
     return call | {"function": call["function"] | {"arguments": text}}
@@ -359,7 +359,7 @@ def chat_form(tokenizer: Any) -> ChatForm:
 
 @lru_cache(maxsize=8)
 def _tokenizer_form(tokenizer: Any, _template: str) -> ChatForm:
-    def render(messages: Sequence[Message], **settings: Any) -> str:
+    def render(messages: Sequence[CleanMessage], **settings: Any) -> str:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
 
     return ChatForm(render)

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from generation.images import Image, ImageProcessor, ImageRules, StoredImage
-from generation.messages import Message, clean_messages, messages_in, plain_ids
+from generation.messages import CleanMessage, clean_messages, messages_in, plain_ids
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import (
     RenderedRow,
@@ -132,7 +132,7 @@ class Teacher:
     reader: RowReader
     completion_key: str
 
-    def messages(self, row: dict[str, Any]) -> tuple[list[Message], int]:
+    def messages(self, row: dict[str, Any]) -> tuple[list[CleanMessage], int]:
         """Return a row's conversation, and the index of the first message that may be learned.
 
         Of a conversation every assistant turn is learned; of a prompt with a completion, only the completion. Where the
@@ -152,7 +152,7 @@ class Teacher:
             raise ValueError(f"ends its prompt with an assistant's turn, and has a completion besides: {remedy}")
         return messages + completion, len(messages) if in_prompt else 0
 
-    def completion(self, row: dict[str, Any]) -> list[Message] | None:
+    def completion(self, row: dict[str, Any]) -> list[CleanMessage] | None:
         """Return a row's completion as clean messages; None if it has none."""
         value = messages_in(self.reader.column(row, self.completion_key))
         if value is None:
@@ -168,7 +168,7 @@ class Teacher:
             raise ValueError(f"has a completion that is {kind}: it must be text, or a list of messages")
         return [{"role": "assistant", "content": str(value)}]
 
-    def pieces(self, row: dict[str, Any], messages: list[Message], first: int) -> Pieces:
+    def pieces(self, row: dict[str, Any], messages: list[CleanMessage], first: int) -> Pieces:
         """Split a row's text into pieces of context and of the assistant in turn, beginning with context.
 
         `messages` are those of `messages`, with placeholders of images. The template is rendered without and with each
@@ -219,10 +219,14 @@ def _rows_without_images(
 
 
 def _rendered(
-    row: dict[str, Any], messages: list[Message] | None, tools: list[Message], pieces: Pieces, reader: RowReader
+    row: dict[str, Any],
+    messages: list[CleanMessage] | None,
+    tools: list[CleanMessage],
+    pieces: Pieces,
+    reader: RowReader,
 ) -> RenderedRow:
     text = "".join(text for text, _ in pieces)
-    remarks = () if messages is None else reader.remarks(messages)
+    remarks = () if messages is None else reader.remarks(row, messages)
     return RenderedRow(0, row, messages, tools, text, (), remarks=remarks, reader=reader)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from generation.images import Image, ImageRules, Spans, StoredImage
-from generation.messages import Message, plain_ids
+from generation.messages import CleanMessage, plain_ids
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.data.files import load_rows
 from trainer.data.images import encoded_images, messages_and_images, row_images, stored_images
@@ -209,7 +209,7 @@ def _rendered(rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokeniz
         messages = reader.messages(row)
         tools = reader.tools(row)
         text = reader.render_prompt(messages, tools)
-        return RenderedRow(0, row, messages, tools, text, (), remarks=_remarks(reader, messages, tools))
+        return RenderedRow(0, row, messages, tools, text, (), remarks=_remarks(reader, row, messages, tools))
 
     for chunk in in_chunks(rows, config.path, read):
         texts = [rendered.text for _, _, rendered in chunk]
@@ -224,8 +224,10 @@ def _rendered(rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokeniz
             yield replace(rendered, index=index, token_ids=tuple(token_ids), reader=reader)
 
 
-def _remarks(reader: RowReader, messages: list[Message], tools: list[Message]) -> tuple[str, ...]:
-    remarks = reader.remarks(messages)
+def _remarks(
+    reader: RowReader, row: dict[str, Any], messages: list[CleanMessage], tools: list[CleanMessage]
+) -> tuple[str, ...]:
+    remarks = reader.remarks(row, messages)
     if tools and not reader.recipe_tools:
         remarks += ("describes tools that the recipe does not run, so no call of them is answered",)
     return remarks
@@ -251,7 +253,7 @@ def _with_images(rows: "Dataset", config: DataConfig, rules: ImageRules) -> Iter
         tools = reader.tools(row)
         text = reader.render_prompt(content, tools)
         ids, spans = rules.processor.expand(text, images, special=False)
-        remarks = _remarks(reader, content, tools)
+        remarks = _remarks(reader, row, content, tools)
         rendered = RenderedRow(0, row, content, tools, text, tuple(ids), image_spans=spans, remarks=remarks)
         return rendered, images
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from generation.images import ImageProcessor, Spans, StoredImage, split_images
-from generation.messages import ChatForm, Message, chat_form, chosen_tools, clean_messages, messages_in
+from generation.messages import ChatForm, CleanMessage, chat_form, chosen_tools, clean_messages, messages_in
 from trainer.config.schema import DataConfig
+from trainer.data.images import check_images_are_read, image_remarks
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class RowReader:
     bos_token: str | None = None
 
     @property
-    def recipe_tools(self) -> list[Message]:
+    def recipe_tools(self) -> list[CleanMessage]:
         """The schemas of the recipe's tools, as `RolloutLevel` has described them."""
         return self.config.chat_template_kwargs.get("tools") or []
 
@@ -118,9 +119,11 @@ class RowReader:
         content = messages_in(content)
         if self.form is None and not isinstance(content, str):
             raise ValueError(f"holds messages, which need a chat template: {NO_TEMPLATE}")
+        if self.form is None:
+            check_images_are_read(row, content, config)
         return content
 
-    def messages(self, row: Mapping[str, Any], images: int = 0) -> list[Message]:
+    def messages(self, row: Mapping[str, Any], images: int = 0) -> list[CleanMessage]:
         """Return a row's prompt as clean messages, with the system prompt.
 
         A prompt that is plain text gets placeholders for this many `images` at its beginning.
@@ -128,15 +131,16 @@ class RowReader:
         content = self.prompt(row)
         plain = isinstance(content, str)
         messages = [{"role": "user", "content": content}] if plain else clean_messages(content)
+        check_images_are_read(row, messages, self.config)
         if self.config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
         return split_images(messages, [...] * images)[0] if images and plain else messages
 
-    def tools(self, row: Mapping[str, Any]) -> list[Message]:
+    def tools(self, row: Mapping[str, Any]) -> list[CleanMessage]:
         """Return the schemas of the tools that a row's prompt describes."""
         return chosen_tools(self.column(row, self.config.tools_key), self.recipe_tools)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message], **settings: Any) -> str:
+    def render(self, messages: Sequence[CleanMessage], tools: Sequence[CleanMessage], **settings: Any) -> str:
         """Return the chat template's text of clean messages; by default with the opening of an answer."""
         assert self.form is not None
         arguments = {**self.config.chat_template_kwargs, **settings}
@@ -151,7 +155,7 @@ class RowReader:
                     raise ValueError("has tools, which the chat template does not describe: set data.tools_key to null")
         return text
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+    def render_prompt(self, messages: Sequence[CleanMessage], tools: Sequence[CleanMessage]) -> str:
         """Return the text of a prompt, which ends with the opening of an answer, or with the answer to be continued."""
         roles = {message["role"] for message in messages}
         if roles <= {"system", "developer"}:
@@ -166,9 +170,9 @@ class RowReader:
             raise ValueError("ends with a tool call, which cannot be continued: add the tool's reply, or drop the call")
         return self.render(messages, tools, add_generation_prompt=False, continue_final_message=True)
 
-    def remarks(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Return what is suspicious in messages. Raises ValueError for a text that is templated already."""
-        remarks = []
+    def remarks(self, row: Mapping[str, Any], messages: Sequence[CleanMessage]) -> tuple[str, ...]:
+        """Return what is suspicious in a row. Raises ValueError for a text that is templated already."""
+        remarks = [*image_remarks(row, self.config)]
         assert self.form is not None
         opening = self.form.opening.strip()
         for message in messages:
