@@ -57,7 +57,7 @@ def most_used(peaks: list[int]) -> Iterator[None]:
 
 def compare_start(folder: str, way: str, keys: str) -> int:
     """The exit code of a process that has a GPU to itself: 1 where a start takes over 5 % more than is planned."""
-    make_tiny_model(Path(folder), hidden_size=1536, intermediate_size=6144, heads=12, kv_heads=4, vocab_size=16384)
+    make_tiny_model(Path(folder), hidden_size=1024, intermediate_size=4096, heads=8, kv_heads=4, vocab_size=16384)
     sections = recipe(Path(folder), "cuda", way, 1).model_dump(exclude_unset=True)
     for name, values in json.loads(keys).items():
         sections[name] = sections.get(name, {}) | values
@@ -175,7 +175,7 @@ def run(check: str, folder: Path, way: str, keys: Any) -> None:
     """Runs one of the comparisons above in a process of its own."""
     module = "tests.gpu.test_planned_memory"
     command = [sys.executable, "-m", module, check, str(folder / "model"), way, json.dumps(keys)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
 

@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.support.released_models import write_config
 from trainer import cli
+from trainer.config.schema import PolicyConfig
+from trainer.estimates.gpus import GPUS
 
 README = (ROOT / "README.md").read_text()
 
@@ -44,6 +48,40 @@ def test_every_written_file_follows_the_umask(
     files = [file for file in (tmp_path / "mine").rglob("*") if file.is_file()]
     assert any(file.name == "model.safetensors" for file in files)
     assert {(file.name, oct(file.stat().st_mode & 0o777)) for file in files} == {(file.name, "0o640") for file in files}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "expected", "start"),
+    [
+        ("Qwen/Qwen3-4B", "h100", {"update_on": "device"}, ""),
+        ("Qwen/Qwen3-4B", "rtx4090", {"update_on": "host"}, ""),
+        ("unsloth/gpt-oss-20b-BF16", "l40s", {"update_on": "host"}, "NPROC_PER_NODE=2"),
+    ],
+)
+def test_a_recipe_for_a_model_fits_the_gpu_that_is_asked_for(
+    name: str, gpu: str, expected: dict[str, str], start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan of the written recipe says so, and the KV cache leaves less than a tenth of the device unused."""
+    model = write_config(name, tmp_path / "model")
+    assert cli.main(["new", str(tmp_path / "mine"), "--model", str(model), "--gpu", gpu]) == 0
+    out = capsys.readouterr().out
+    ranks = start.partition("=")[2] or "1"
+    assert f"the recipe fits {ranks} x {gpu}" in out and start in out
+    recipe = tmp_path / "mine" / "recipe.yaml"
+    assert cli.main(["plan", str(recipe), "--gpu", gpu, "--ranks", ranks]) == 0
+    plan = capsys.readouterr().out
+    assert "It fits: no column takes more than 95%" in plan
+    [sums] = [line.strip("│").split("│")[1:4] for line in plan.splitlines() if line.startswith("│ sum")]
+    assert max(map(float, sums)) > 0.85 * GPUS[gpu].memory_gib
+    policy = PolicyConfig.model_validate(yaml.safe_load(recipe.read_text())["policy"])
+    assert {key: getattr(policy, key) for key in expected} == expected
+
+
+def test_without_a_gpu_the_recipe_says_that_it_was_fitted_to_none(tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["new", str(tmp_path / "mine"), "--model", "x"]) == 0
+    assert "--gpu names the kind to fit it to" in capsys.readouterr().out
+    assert cli.main(["new", str(tmp_path / "other"), "--model", str(tmp_path), "--gpu", "h100"]) == 0
+    assert "holds no config.json" in capsys.readouterr().out
 
 
 def test_the_readme_shows_the_written_files(tmp_path: Path) -> None:
