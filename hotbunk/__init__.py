@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+__version__ = "0.1.0"
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 

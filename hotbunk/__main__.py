@@ -3,15 +3,24 @@
 import os
 import sys
 
-from trainer.commands.launch import launch
-from trainer.errors import UserError
+import hotbunk
+
+_SLOW = ("train", "sft", "eval", "generate", "serve", "doctor", "plan")  # commands whose imports take seconds
 
 
 def main() -> int:
     """Runs the command that this process's arguments name, and returns the exit code. `train` and `sft` start ranks."""
     words = sys.argv[1:]
-    # A process that torchrun or accelerate has started is a rank already.
-    if words[:1] in (["train"], ["sft"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if words == ["--version"]:
+        print(f"hotbunk {hotbunk.__version__}")
+        return 0
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun or accelerate has started this process
+    if words and words[0] in _SLOW and not is_rank and sys.stderr.isatty():
+        print(f"· hotbunk {hotbunk.__version__}: loading", file=sys.stderr, flush=True)  # before imports
+    from trainer.commands.launch import launch
+    from trainer.errors import UserError
+
+    if words[:1] in (["train"], ["sft"]) and not is_rank:
         try:
             launch(words)
         except UserError as error:

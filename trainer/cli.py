@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -36,6 +37,7 @@ from trainer.errors import UserError, exit_sentence, quoted
 from trainer.rewards import RewardPool
 from trainer.run import processes
 from trainer.run.lock import RunLock
+from trainer.run.screen import own_command
 from trainer.surroundings import put_in_order
 
 
@@ -65,7 +67,7 @@ def _dispatch(argv: list[str]) -> int:
     if _uses_images(argv):  # before anything imports Transformers, which looks for torchvision once
         hotbunk_torchvision.show()
     try:
-        arguments = parse(argv)
+        arguments = parse(argv or ["--help"])
     except SystemExit:  # it has printed the help
         return 0
     command = arguments.command
@@ -89,6 +91,9 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.dry_run:
         check_inputs(config, command)
         print(to_yaml(config, mask=True), end="")
+        inputs = "prompts, rewards and the model's sizes" if command == "train" else "answers and the model's sizes"
+        start = shlex.join(word for word in argv if word != "--dry-run")
+        print(f"# all checked: keys, tokenizer, {inputs}; to start: {own_command()} {start}")
         return 0
     lock = RunLock(config.run.folder)
     processes.start_guardian(lock.descriptor)  # before anything that starts processes or takes long
@@ -259,6 +264,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(chosen: str) -> argparse.ArgumentParser:
     """Builds the parser, with the arguments of the chosen command and the names of all commands."""
     parser = _Parser(prog="hotbunk", description="Reinforcement learning of language models on shared GPUs.")
+    parser.add_argument("--version", action="store_true", help="print the version and stop")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summaries = {"train": "train a model by reinforcement", "sft": "warm-start a model on the answers in the data"}
     for name, summary in summaries.items():

@@ -147,7 +147,7 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
     Returns the job's exit status; or 2, after printing a sentence on stderr, for mistakes that the user can fix.
     """
     stop_forking = fork_engines() if settings.on_cpu else lambda: None
-    processes.install_signal_handlers(lambda: command)
+    processes.install_signal_handlers(lambda: command, command=command)
     print(f"starting vLLM with {settings.model}", file=sys.stderr)
     leader = None
     try:

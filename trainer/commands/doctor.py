@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
     processes.start_guardian()  # it removes temporary folders at the end
 
     def rest() -> int:
-        processes.install_signal_handlers(lambda: "doctor")
+        processes.install_signal_handlers(lambda: "doctor", command="doctor")
         for trial, ranks, reason in trials(machine, findings, arguments.facts):
             if reason:
                 findings.append(Finding(trial, "", "", "not tried", reason))

@@ -206,7 +206,21 @@ def converse(settings: EngineSettings, chat: ChatSession, sampling: SamplingSett
     return on_checkpoint("generate", settings, job)
 
 
+_CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer and ends"
+
+
 def _typed(chat: ChatSession) -> Iterator[list[int]]:
+    """Yield the prompt after each line that is typed; on a terminal, lines such as /help are not for the model."""
+    interactive = sys.stdin.isatty()
     with suppress(EOFError):
         while True:
-            yield chat.ask(input("> " if sys.stdin.isatty() else ""))
+            line = input("> " if interactive else "")
+            command = line.strip() if interactive and line.startswith("/") else ""
+            if command == "/quit":
+                return
+            if command == "/new":
+                chat.ids = []
+            elif command:
+                print(_CHAT_HELP)
+            else:
+                yield chat.ask(line)

@@ -171,11 +171,14 @@ def private_folder() -> Path:
     return _folder
 
 
-def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRACE_SECONDS) -> None:
+def install_signal_handlers(
+    phase: Callable[[], str], grace_seconds: float = GRACE_SECONDS, *, command: str | None = None
+) -> None:
     """Makes SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
 
     A process that still exists after `grace_seconds`, or gets a second signal, exits with 128 + the signal's number.
-    `phase` returns the rank's current phase, for the message. Call this function from the main thread.
+    `phase` returns the rank's current phase, for the message, which names the `command` instead for a process that is
+    not a rank. Call this function from the main thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -188,6 +191,10 @@ def install_signal_handlers(phase: Callable[[], str], grace_seconds: float = GRA
             text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
             leave_word("Interrupted", text)
             line = f"rank {_rank()}: {text}\n"
+            if command is not None:
+                line = f"hotbunk {command}: stopped by {signal.Signals(number).name}\n"
+            if os.isatty(2):
+                line = f"\n{line}"  # the terminal has printed ^C
             os.write(2, line.encode())  # not sys.stderr, which the signal may have interrupted in a write
         with suppress(RuntimeError):  # not acquired
             announcing.release()

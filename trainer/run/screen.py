@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -111,18 +111,20 @@ class Progress:
     def follow(self, phase: Callable[[], str]) -> Iterator[None]:
         """Shows `phase()` and its duration on a terminal's last line while the block runs; a log has no such line.
 
-        Standard output is not redirected, so that a child forked by an engine does not inherit Rich's locks.
+        What the user's code prints meanwhile replaces the line, which is drawn again below it. Rich could do that too,
+        but a child forked by an engine would inherit its locks.
         """
-        if self.console.quiet or not self.console.is_terminal:
-            yield
-            return
-        self._phase, self._since = phase, time.monotonic()
-        with Live(
-            get_renderable=self.line, console=self.console, refresh_per_second=2, transient=True,
-            redirect_stdout=False, redirect_stderr=False,
-        ):  # fmt: skip
-            self.console.show_cursor(True)  # Live hides it, and a run that is killed could not show it again
-            yield
+        with _prints_replace_the_line(self.console):
+            if self.console.quiet or not self.console.is_terminal:
+                yield
+                return
+            self._phase, self._since = phase, time.monotonic()
+            with Live(
+                get_renderable=self.line, console=self.console, refresh_per_second=2, transient=True,
+                redirect_stdout=False, redirect_stderr=False,
+            ):  # fmt: skip
+                self.console.show_cursor(True)  # Live hides it, and a run that is killed could not show it again
+                yield
 
     def step(self, step: int, metrics: StepMetrics) -> None:
         """Prints a step's row, and the header before the first and after every `_ROWS_PER_HEADER` rows."""
@@ -163,6 +165,38 @@ class Progress:
 
     def _print(self, row: Text) -> None:
         self.console.print(row, no_wrap=True, overflow="crop", crop=True, highlight=False)
+
+
+class _Replacing:
+    """A terminal's stream, on which the first text of a line replaces the line that is there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._at_start = True
+
+    def write(self, text: str) -> int:
+        """Write a text, after erasing the current line if nothing has been written to it."""
+        if self._at_start and text:
+            self._stream.write("\r\x1b[2K")
+        self._at_start = text.endswith("\n")
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _prints_replace_the_line(console: Console) -> Iterator[None]:
+    """While the block runs, has prints replace what `console` shows on the terminal's current line."""
+    output = sys.stdout
+    if console.file is output:
+        console.file = output  # else it would look up sys.stdout again
+    if output.isatty():
+        sys.stdout = cast("TextIO", _Replacing(output))
+    try:
+        yield
+    finally:
+        sys.stdout = output
 
 
 @dataclass(frozen=True)
