@@ -22,7 +22,7 @@ from trainer.data import Prompt
 from trainer.engines import rank_device
 from trainer.evaluation import evaluation_metrics
 from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
-from trainer.learning.answer_rows import answer_rows, failure_lines, token_rows
+from trainer.learning.answer_rows import answer_rows, failure_lines, of_many_prompts, token_rows
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import check_first_gap
 from trainer.rollouts.journal import Journal
@@ -143,7 +143,7 @@ class RLTrainer:
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
         most = max(config.tracking.completions_per_step, ANSWERS_SHOWN)
-        rows = answer_rows(sampled.answers[:most], sampled.prompts, self.tokenizer)
+        rows = answer_rows(of_many_prompts(sampled.answers, most), sampled.prompts, self.tokenizer)
         self.tracker.completions(step, rows)
         self.tracker.tokens(step, token_rows(self.learner.watched, sampled.prompts, self.tokenizer))
         self.last_answers = self.last_answers if self.held_outs else rows
@@ -238,7 +238,8 @@ class RLTrainer:
             replies = answers[held_out.name]
             for line in failure_lines(replies, reward_errors(replies), "count as wrong"):
                 self.screen.note(f"evaluation {held_out.name}: {line}")
-            self.last_answers += answer_rows(replies[:ANSWERS_SHOWN], list(held_out.prompts), self.tokenizer)
+            examples = of_many_prompts(replies, ANSWERS_SHOWN)
+            self.last_answers += answer_rows(examples, list(held_out.prompts), self.tokenizer)
         return answers
 
     def evaluate(self) -> Metrics:

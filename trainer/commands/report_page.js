@@ -14,7 +14,8 @@ const PANELS = [
   ["learning rate", [["lr", "learning rate", ORANGE]], "from 0"],
   ["tokens per second", [["throughput/rollout_tokens_per_s", "rollout", BLUE], ["throughput/train_tokens_per_s", "update", ORANGE]]],
 ];
-const FROM_0 = {yaxis: {rangemode: "tozero", exponentformat: "e"}};
+const FROM_0 = {rangemode: "tozero", exponentformat: "e"};
+const PLOT_HEIGHT = 240, LEGEND_ROW = 19, LEGEND_ENTRY = 150; // px, without the legend; of its rows; of an entry
 const byId = (id) => document.getElementById(id);
 const label = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 let data = JSON.parse(byId("data").textContent), steps = [];
@@ -24,6 +25,11 @@ function make(tag, text, kind) {
   if (text !== undefined) element.textContent = text;
   if (kind) element.className = kind;
   return element;
+}
+
+// A number with four digits, as people write it: 0.8182, not 0.8181818181818182.
+function rounded(value) {
+  return typeof value === "number" ? String(Number(value.toPrecision(4))) : value;
 }
 
 function table(id, titles, lines) {
@@ -37,10 +43,22 @@ function table(id, titles, lines) {
   byId(id).replaceChildren(...(rows.length ? [head, ...rows] : []));
 }
 
-function plot(element, title, traces, extra) {
+// Draws curves below the heading beside `element`. The legend is below the axis, in height that is added for it, so that
+// it covers neither the heading nor the curves.
+function plot(element, title, traces, yaxis, extra) {
+  element.parentElement.querySelector("h3").textContent = title;
+  const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(name).trim();
+  const perRow = Math.max(1, Math.floor((element.clientWidth - 70) / LEGEND_ENTRY));
+  const height = PLOT_HEIGHT + LEGEND_ROW * Math.ceil(traces.length / perRow);
+  element.style.height = `${height}px`;
+  const axis = {gridcolor: color("--grid"), zerolinecolor: color("--grid"), automargin: true};
   const layout = {
-    title: {text: label(title), x: 0.01, font: {size: 14}}, margin: {l: 55, r: 15, t: 65, b: 35}, hovermode: "x unified",
-    legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0}, xaxis: {title: {text: "step"}}, uirevision: "kept", ...extra,
+    height, margin: {l: 55, r: 15, t: 28, b: 40}, hovermode: "x unified", uirevision: "kept",
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: color("--ink"), size: 12},
+    modebar: {bgcolor: "rgba(0,0,0,0)", color: color("--note"), activecolor: color("--ink")},
+    hoverlabel: {bgcolor: color("--card"), font: {color: color("--ink")}},
+    legend: {orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, entrywidth: LEGEND_ENTRY - 40, font: {size: 11}},
+    xaxis: {title: {text: "step", standoff: 4}, ...axis}, yaxis: {...axis, ...yaxis}, ...extra,
   };
   // A page of a run sends nothing anywhere, though Plotly's bar has a button for it.
   Plotly.react(element, traces, layout, {displaylogo: false, responsive: true, modeBarButtonsToRemove: ["sendChartToCloud"]});
@@ -56,12 +74,16 @@ function drawCurves() {
   const present = PANELS.map(([title, keys, scale]) => [title, keys.filter(([key]) => own[key] && own[key][0].length), scale])
     .filter(([title, keys]) => keys.length && !(title.startsWith("loss") && own["reward/mean"]));
   const box = byId("panels");
-  while (box.childElementCount < present.length) box.append(make("div", undefined, "plot"));
+  while (box.childElementCount < present.length) {
+    const panel = make("div");
+    panel.append(make("h3"), make("div", undefined, "plot"));
+    box.append(panel);
+  }
   present.forEach(([title, keys, scale], place) => {
     const traces = keys.map(([key, name, color]) => line(own[key], name, color));
     const positive = keys.some(([key]) => own[key][1].some((value) => value > 0));
-    const logarithmic = scale === "log" && positive ? {yaxis: {type: "log", exponentformat: "power", dtick: 1}} : {};
-    plot(box.children[place], title, traces, scale === "from 0" ? FROM_0 : logarithmic);
+    const logarithmic = scale === "log" && positive ? {type: "log", exponentformat: "power", dtick: 1} : {};
+    plot(box.children[place].querySelector(".plot"), title, traces, scale === "from 0" ? FROM_0 : logarithmic);
   });
   const parts = Object.keys(own).filter((key) => key.startsWith("time/") && key !== "time/step" && own[key][0].length);
   plot(byId("seconds"), "seconds of a step, by phase", parts.map((key) => line(own[key], key.slice(5), undefined, {stackgroup: "one", line: {width: 0.5}, mode: "lines"})));
@@ -76,7 +98,7 @@ function drawComparison() {
   const first = ["eval/accuracy", "reward/mean", "loss"].find((key) => keys.includes(key)) ?? keys[0];
   select.value = keys.includes(chosen) ? chosen : first;
   const key = select.value;
-  plot(byId("comparison"), key, data.runs.filter((run) => run.curves[key]?.[0].length).map((run) => line(run.curves[key], run.name)), {showlegend: true});
+  plot(byId("comparison"), key, data.runs.filter((run) => run.curves[key]?.[0].length).map((run) => line(run.curves[key], run.name)), {}, {showlegend: true});
 }
 
 function colour(name, value, largest) {
@@ -93,7 +115,7 @@ function tokenCards(step) {
   byId("legend").textContent = rows.length ? `${sides[name]}; darkest at ${largest.toPrecision(2)}. Point at a token for its figures; grey ones were not trained.` : "no tokens of this step were kept (tracking.tokens_per_step), or nothing was trained in it";
   byId("tokens").replaceChildren(...rows.map((row) => {
     const card = make("div", undefined, "card"), text = make("div", undefined, "tokens");
-    card.append(make("div", `prompt ${row.prompt_id}, sample ${row.sample}, reward ${row.reward}: its tokens`, "note"), text);
+    card.append(make("div", `prompt ${row.prompt_id}, sample ${row.sample}, reward ${rounded(row.reward ?? "none")}: its tokens`, "note"), text);
     row.tokens.forEach((token, place) => {
       const span = make("span", token.replaceAll("\n", "↵\n"));
       if (row.gap[place] === null) span.className = "theirs";
@@ -108,8 +130,8 @@ function tokenCards(step) {
 }
 
 function answerCard(row) {
-  const card = make("div", undefined, "card"), parts = Object.entries(row.parts ?? {}).map(([key, value]) => `${key} ${value}`);
-  const facts = [`reward ${row.reward ?? "none"}`, ...parts, row.finish_reason && `end: ${row.finish_reason}`, row.tokens !== undefined && `${row.tokens} tokens`, row.weight_version !== undefined && `weights ${row.weight_version}`];
+  const card = make("div", undefined, "card"), parts = Object.entries(row.parts ?? {}).map(([key, value]) => `${key} ${rounded(value)}`);
+  const facts = [`reward ${rounded(row.reward ?? "none")}`, ...parts, row.finish_reason && `end: ${row.finish_reason}`, row.tokens !== undefined && `${row.tokens} tokens`, row.weight_version !== undefined && `weights ${row.weight_version}`];
   card.append(make("div", facts.filter(Boolean).join(" · "), "note"));
   if (row.answer !== null && row.answer !== undefined) card.append(make("div", `expected: ${row.answer}`, "note"));
   if (row.error) card.append(make("div", row.error, "error"));
@@ -165,6 +187,7 @@ byId("slide").addEventListener("input", (event) => steps.length && drawStep(step
 byId("colour").addEventListener("change", () => tokenCards(Number(byId("step").value)));
 byId("figure").addEventListener("change", drawComparison);
 byId("all").addEventListener("change", drawRecipe);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
 
 async function follow(seen) {

@@ -126,8 +126,16 @@ def phases(rows: Rows) -> Iterator[Sequence[str]]:
     for key, (steps, values) in sorted(spent.items(), key=lambda item: -sum(item[1][1])):
         if values:
             spent_here, longest = sum(values), max(values)
-            usual, most = f"{statistics.median(values):.3g} s", f"{longest:.3g} s (step {steps[values.index(longest)]})"
+            usual = _short(statistics.median(values))
+            most = f"{_short(longest)} (step {steps[values.index(longest)]})"
             yield key.removeprefix("time/"), duration(spent_here), f"{spent_here / everything:.1%}", usual, most
+
+
+def _short(seconds: float) -> str:
+    """Return a duration with two decimals, in ms below a second and in minutes from a hundred seconds on."""
+    if seconds >= 100:
+        return duration(seconds)
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"
 
 
 def memory(rows: Rows) -> Iterator[Sequence[str]]:

@@ -50,6 +50,12 @@ def answer_rows(
     return rows
 
 
+def of_many_prompts(answers: Sequence[Answer], count: int) -> list[Answer]:
+    """Return up to `count` answers to as many prompts as possible: the first to each, then the second, and so on."""
+    ordered = sorted(answers, key=lambda answer: (answer.sample_index, answer.prompt_index))
+    return ordered[:count]
+
+
 def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: str = "are left out") -> Iterator[str]:
     """Yields a line about answers on which reward functions failed, with their `fate`, and one about other failures.
 
@@ -95,7 +101,8 @@ class TokenFigures:
         self._noted: list[tuple[Watched, list[Tensor]]] = []
         if is_main() and count and minibatches:
             answers = [t for group in minibatches[0].groups for episode in group for t in episode]
-            self._wanted = {place: Watched(answers[place]) for place in minibatches[0].shares[0][:count]}
+            share = sorted(minibatches[0].shares[0], key=lambda place: answers[place].sample_index)
+            self._wanted = {place: Watched(answers[place]) for place in share[:count]}
 
     def note(self, batch: MicroBatch, outputs: Outputs) -> None:
         """Keeps the figures of chosen trajectories in a micro-batch; tensors stay on the device until `take`."""

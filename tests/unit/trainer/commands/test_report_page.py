@@ -80,6 +80,16 @@ class Browser:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 
+    def imitate(self, width: int, scheme: str) -> None:
+        """Imitates a window of this width, and a reader who prefers this colour scheme."""
+        size = {"width": width, "height": 2600, "deviceScaleFactor": 1, "mobile": False}
+        self.command("Emulation.setDeviceMetricsOverride", size)
+        self.command("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+
+    def command(self, name: str, parameters: dict[str, Any]) -> Any:
+        """Gives a command of the DevTools protocol (https://chromedevtools.github.io/devtools-protocol)."""
+        return self._ask("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
+
     def open(self, url: str) -> None:
         self._ask("POST", "/url", {"url": url})
 
@@ -140,7 +150,7 @@ def test_a_page_of_hostile_texts_shows_them_and_runs_none(browser: Browser, run:
     assert SHOWN in browser.run("return document.getElementById('figure').textContent")
     browser.run(f"const s = document.getElementById('figure'); s.value = {json.dumps(f'reward/{SHOWN}')}; "
                 "s.dispatchEvent(new Event('change'))")  # fmt: skip
-    assert SHOWN in browser.run("return document.querySelector('#comparison .gtitle').textContent")
+    assert SHOWN in browser.run("return document.querySelector('#compare h3').textContent")
     assert browser.run("return window.owned ?? null") is None and browser.complaints() == []
 
 
@@ -166,6 +176,81 @@ def test_tokens_are_coloured_by_the_chosen_figure_for_every_step(browser: Browse
     ]
     changed = "return [...document.querySelectorAll('#keys .changed td:first-child')].map(each => each.textContent)"
     assert set(browser.run(changed)) == {"run.name", "run.steps", "model.path", "policy.lr"}
+
+
+BOXES = """
+const box = (element) => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+const panels = [...document.querySelectorAll(".plot")].map((plot) => ({
+  title: box(plot.parentElement.querySelector("h3")), plot: box(plot),
+  name: plot.parentElement.querySelector("h3").textContent,
+  curves: box(plot.querySelector(".nsewdrag")), axis: box(plot.querySelector(".xtitle")),
+  legend: plot.querySelector(".legend") ? box(plot.querySelector(".legend")) : null,
+  entries: [...plot.querySelectorAll(".legend .traces")].map(box),
+}));
+return {panels, width: document.documentElement.scrollWidth};
+"""
+LUMINANCE = """
+const shade = (selector, property) => {
+  const [r, g, b] = getComputedStyle(document.querySelector(selector))[property].match(/[\\d.]+/g).map(Number);
+  return (0.3 * r + 0.6 * g + 0.1 * b) / 255;
+};
+return {
+  page: shade("body", "backgroundColor"), card: shade("section", "backgroundColor"), ink: shade("body", "color"),
+  label: shade(".xtitle", "fill"), legend: shade(".legendtext", "fill"), note: shade(".note", "color"),
+};
+"""
+
+
+def overlap(one: list[float], other: list[float]) -> bool:
+    """Return True if two boxes (left, top, right, bottom) have more than an edge in common."""
+    across = min(one[2], other[2]) - max(one[0], other[0])
+    down = min(one[3], other[3]) - max(one[1], other[1])
+    return across > 1 and down > 1
+
+
+def write_long_legends(folder: Path) -> Path:
+    """Write a run whose phases and memory have as many curves as those of a run with critic and evaluation."""
+    write_run(folder, text="plain")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    phases = ("rollout", "sync", "sleep", "wake", "logprobs", "update", "eval", "checkpoint", "other")
+    for row in rows:
+        row |= {f"time/{phase}": 1.48e-5 for phase in phases} | {"gap/p95": 5e-6, "eval/accuracy": 0.5, "loss": 0.1}
+        sides = ("trainer", "engine")
+        row |= {f"memory/{side}_gib_{phase}": 1.5 for side in sides for phase in phases[:6]}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = (folder / "completions.jsonl").read_text()
+    (folder / "completions.jsonl").write_text(answers.replace('"reward": 0.5', '"reward": 0.8181818181818182'))
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [500, 900, 1280])
+def test_nothing_on_the_page_covers_anything_else(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    run = write_long_legends(tmp_path / "run")
+    (run / "report.html").write_text(page([read_record(run)]))
+    browser.imitate(width, scheme)
+    browser.open((run / "report.html").as_uri())
+    browser.wait("return document.querySelectorAll('.js-plotly-plot .xtitle').length > 5")
+    shown = browser.run(BOXES)
+    assert shown["width"] <= width
+    assert len(shown["panels"]) == 6 and sum(len(panel["entries"]) for panel in shown["panels"]) > 25
+    for panel in shown["panels"]:
+        title, curves, legend = panel["title"], panel["curves"], panel["legend"]
+        assert title[3] <= panel["plot"][1] + 1, panel["name"]
+        assert curves[3] - curves[1] > 100, panel["name"]
+        if legend is not None:
+            assert not any(overlap(legend, other) for other in (title, curves, panel["axis"])), panel["name"]
+            assert legend[3] <= panel["plot"][3] + 1 and legend[2] <= panel["plot"][2] + 1, panel["name"]
+        for index, entry in enumerate(panel["entries"]):
+            assert not any(overlap(entry, other) for other in panel["entries"][:index]), panel["name"]
+    shades = browser.run(LUMINANCE)
+    for text in ("ink", "label", "legend", "note"):
+        assert abs(shades[text] - shades["card"]) > 0.35, text
+    assert (shades["card"] < 0.3) == (shades["page"] < 0.3) == (scheme == "dark")
+    texts = browser.run("return document.getElementById('answers').textContent")
+    assert "reward 0.8182 " in texts and "0.81818" not in texts
+    times = browser.run("return document.getElementById('phases').textContent")
+    assert "0.01 ms" in times and "e-05" not in times
 
 
 def test_a_watched_page_follows_its_run_and_refuses_other_hosts(browser: Browser, tmp_path: Path) -> None:
