@@ -262,10 +262,11 @@ def signature(name: str, member: Any) -> str:
         else f" -> {inspect.formatannotation(call.return_annotation)}"
     )
     returned = re.sub(r"^ -> '(.*)'$", r" -> \1", plain(returned))
-    line = f"{name}({', '.join(words)}){returned}"
-    return (
-        line if len(line) <= WIDTH else "\n    ".join([f"{name}(", *(f"{word}," for word in words)]) + f"\n){returned}"
-    )
+    start = f"async {name}" if inspect.iscoroutinefunction(member) else name
+    line = f"{start}({', '.join(words)}){returned}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n    ".join([f"{start}(", *(f"{word}," for word in words)]) + f"\n){returned}"
 
 
 class DefaultText:
