@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a base model of 2.8M parameters and problems with answers that can be checked, and trains it as docs/results.md shows:
+# Makes a base model of 3.1M parameters and problems with answers that can be checked, and trains it as docs/results.md shows:
 #
 #   bash scripts/results/run.sh short              # model, warm start and one run of 10 steps, with its report: a quarter of an hour
 #   bash scripts/results/run.sh                    # every setting of the page with three seeds: hours; what is finished is not run again

@@ -49,7 +49,12 @@ def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None =
         (PLAIN | {"policy": {"shard_size": 2}}, 4, 2, "pull, since"),
         (PLAIN | {"lora": {"rank": 4}}, 2, 2, "staged, since engines cannot read shards here: lora.sync sends the"),
         (PLAIN | {"policy": {"offload": "all"}}, 2, 2, "staged, since engines cannot read shards here: policy.offload"),
-        ({"run": {"device": "cuda"}}, 2, 2, "staged, since no other way has run on a GPU yet"),
+        (
+            {"run": {"device": "cuda"}},
+            2,
+            2,
+            "staged, which was tried most on GPUs: zero_copy ran on one, pull on none",
+        ),
     ],
 )
 def test_the_automatic_sync_way_is_the_first_possible_one(
