@@ -11,7 +11,8 @@ child, and the rank continues as that one's child. Guardians run this file as
     python -I -S guardian.py CHILD PARENT FOLDER NAME [COMMAND ...]
 
 with the number of the process below, of the one above (0: any), a private folder, and a name for messages ("": none
-are printed). With a COMMAND, the guardian starts it as its child. Each guardian forwards signals to its child and ends
+are printed). With a COMMAND, the guardian starts it as its child; with neither, it only deletes the folder when the
+process above has ended. Each guardian forwards signals to its child and ends
 with its child's exit code or signal, which the process above then sees.
 
 Guardians are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find
@@ -56,15 +57,15 @@ def main() -> None:
     A program that is still there keeps its folder, for an engine that it starts again.
     """
     child, parent, folder, name = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    command = sys.argv[5:]
+    below = sys.argv[5:]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop one process of many
-    if command:
-        child = start(command)
+    if below:
+        child = start(below)
     status = watch(child, parent, folder)
     note_shared_memory(folder, {})
     ended = end_all()
-    if not command or os.getppid() != parent:
+    if not below or os.getppid() != parent:
         remove(folder)
     if ended and name:
         print(f"[hotbunk] {name} is gone; ended what it left behind: {', '.join(sorted(ended))}", file=sys.stderr)
@@ -115,6 +116,8 @@ def watch(child: int, parent: int, folder: Path) -> int:
         if parent:
             note_shared_memory(folder, looks)
             if os.getppid() != parent:
+                if not child:
+                    return 0
                 os.kill(child, signal.SIGKILL)
         # Only `reap` reaps the child, so its number cannot belong to another process yet.
         came = signal.sigtimedwait(WAITED_FOR, LOOK_SECONDS)
@@ -252,6 +255,11 @@ def private_folder(name: str) -> tuple[Path, int]:
     sweep(Path(parent))
     folder = Path(tempfile.mkdtemp(prefix=f"hotbunk-{name}-", dir=parent))
     return folder, lock_folder(folder)
+
+
+def command(folder: Path, *below: str) -> list[str]:
+    """Return the command of a guardian below this process, which starts the command `below`, if given."""
+    return [sys.executable, "-I", "-S", __file__, "0", str(os.getpid()), str(folder), "", *below]
 
 
 def lock_folder(folder: Path) -> int:

@@ -110,7 +110,6 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         values: Any = OmegaConf.to_container(OmegaConf.create(fill_defaults(loaded)), resolve=False)
     except (ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{path}{_included_by(above)} cannot be read: {first_line(error)}") from error
-    assert isinstance(values, dict)
     for key, section in values.items():
         if isinstance(section, dict):
             values[key] = _with_includes(section, f"{key}.{INCLUDES}", path, above)

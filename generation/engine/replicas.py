@@ -12,13 +12,16 @@ import itertools
 import logging
 import os
 import secrets
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from generation import guardian
 from generation.engine.devices import device_names
 from generation.engine.engine import Engine, Stream, first_not_finite
 from generation.engine.lifecycle import EngineLifecycle
@@ -356,8 +359,10 @@ def ray_module() -> Any:
     return ray
 
 
-def join_cluster(cpus: int, taken: int = 0) -> None:
+def join_cluster(cpus: int, taken: int = 0, folder: Path | None = None) -> None:
     """Connect this process to the cluster of RAY_ADDRESS or, if that is not set, to a new one on this machine.
+
+    The new one has its files in `folder`, by default in `ray` of the folder for temporary files.
 
     The new cluster is for this process alone: it is on loopback, has no dashboard, refuses clients that do not know its
     secret, and ends with the thread that calls this (prctl(2), PR_SET_PDEATHSIG). It has the machine's GPUs except
@@ -387,8 +392,8 @@ def join_cluster(cpus: int, taken: int = 0) -> None:
     # For a Ray that has been imported before, which has read the variables then.
     ray_constants.ENABLE_RAY_CLUSTER = False
     _read_secret()
-    folder = f"{tempfile.gettempdir()}/ray"
-    options = {"_temp_dir": folder} if len(folder) <= _LONGEST_FOLDER else {}
+    files = str(folder or f"{tempfile.gettempdir()}/ray")
+    options = {"_temp_dir": files} if len(files) <= _LONGEST_FOLDER else {}
     cores = max(cpus, os.cpu_count() or 1)
     ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **options, **quiet)
 
@@ -408,13 +413,33 @@ def _read_secret() -> None:
 
 
 def join_once(cpus: int) -> Callable[[], None]:
-    """Join a cluster as `join_cluster`, unless already in one; return a function that leaves a cluster joined here."""
+    """Join a cluster as `join_cluster`, unless already in one; return a function that leaves a cluster joined here.
+
+    The files of a new cluster, and of its actors, are deleted then, or when this process has ended.
+    """
     ray = ray_module()
     if ray.is_initialized():
         return lambda: None
-    with undone_by(ray.shutdown):
-        join_cluster(cpus)
-    return ray.shutdown  # type: ignore[no-any-return]
+    folder, lock = guardian.private_folder("ray")
+    # Ray kills the guardians of actors' engines together with the actors.
+    watcher = subprocess.Popen(guardian.command(folder), stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def leave() -> None:
+        ray.shutdown()
+        watcher.kill()
+        watcher.wait()
+        guardian.remove(folder)
+        os.close(lock)
+
+    before = os.environ.get("TMPDIR")
+    with undone_by(leave):
+        os.environ["TMPDIR"] = str(folder)  # for the actors
+        try:
+            join_cluster(cpus, folder=folder)
+        finally:
+            os.environ.pop("TMPDIR")
+            os.environ |= {} if before is None else {"TMPDIR": before}
+    return leave
 
 
 def cluster_address() -> str:

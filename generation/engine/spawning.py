@@ -37,8 +37,7 @@ class _GuardedPopen(popen_spawn_posix.Popen):
         tracker: Any = resource_tracker.getfd()  # type: ignore[attr-defined]
         sentinel, held_by_child = os.pipe()
         reader, writer = os.pipe()
-        command = [sys.executable, "-I", "-S", guardian.__file__, "0", str(os.getpid()), str(self._folder), ""]
-        command += spawn.get_command_line(tracker_fd=tracker, pipe_handle=reader)
+        command = guardian.command(self._folder, *spawn.get_command_line(tracker_fd=tracker, pipe_handle=reader))
         try:
             content = self._pickled(process)  # adds descriptors to `self._fds`
             descriptors = [*self._fds, tracker, held_by_child, reader]

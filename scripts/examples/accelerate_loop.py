@@ -1,12 +1,14 @@
 """REINFORCE in a custom training loop with Accelerate: each rank has an engine, which sleeps during updates.
 
     accelerate launch --num_processes 2 scripts/examples/accelerate_loop.py MODEL [--steps 3]
+    torchrun --nproc-per-node 2 scripts/examples/accelerate_loop.py MODEL           # the same without GPUs
 
 Accelerate may prepare the model with DDP, FSDP2 or DeepSpeed. The reward is the share of different tokens in an answer.
 """
 
 import argparse
 import asyncio
+import os
 
 import torch
 from accelerate import Accelerator
@@ -49,6 +51,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     accelerator = Accelerator()
+    # Without GPUs, `accelerate launch` starts one process, for which it sets these variables only.
+    asked_for_more = {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys()
+    if accelerator.num_processes == 1 and asked_for_more:
+        parser.error("without GPUs accelerate launch starts one process, whatever --num_processes says: use torchrun")
     if (
         deepspeed := accelerator.state.deepspeed_plugin
     ) is not None:  # DeepSpeed needs it where there is no data loader
@@ -57,7 +63,12 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     policy = PreparedPolicy(model, optimizer)
     settings = EngineSettings(
-        arguments.model, 64, kv_cache_bytes=64 << 20, worker_extension=WORKER_EXTENSION, plain_cpu_weights=True
+        arguments.model,
+        64,
+        kv_cache_bytes=64 << 20,
+        worker_extension=WORKER_EXTENSION,
+        plain_cpu_weights=True,
+        device_indices=(accelerator.local_process_index,) if accelerator.device.type == "cuda" else (),
     )
     engine = Engine(settings)
     leader = Leader.start(engine, SECONDS)  # vLLM in separate processes, and a thread that talks to them

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,13 @@ def test_engines_sample_with_the_weights_that_accelerate_trains(
     lines = LINE.findall(done.stdout)
     assert [line[:2] for line in lines] == [("0", "1"), ("1", "2"), ("2", "3")], done.stdout
     assert all(float(gap) < 1e-4 and verified == "full" for *_, gap, verified in lines), done.stdout
+
+
+def test_the_printed_command_says_why_it_starts_one_process_on_a_cpu(tmp_path: Path) -> None:
+    command = "-m accelerate.commands.launch --num_processes 2 scripts/examples/accelerate_loop.py MODEL"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode != 0
+    assert "accelerate launch starts one process, whatever --num_processes says: use torchrun" in done.stderr

@@ -453,7 +453,7 @@ def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch)
 def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
     joined, left = list[int](), list[str]()
-    monkeypatch.setattr(engine_replicas, "join_cluster", joined.append)
+    monkeypatch.setattr(engine_replicas, "join_cluster", lambda cpus, folder: joined.append(cpus))
     for initialized in (True, False):
         ray = SimpleNamespace(is_initialized=lambda state=initialized: state, shutdown=lambda: left.append("cluster"))
         monkeypatch.setitem(sys.modules, "ray", ray)
@@ -465,7 +465,7 @@ def test_a_cluster_that_cannot_be_joined_is_left(monkeypatch: pytest.MonkeyPatch
     left: list[str] = []
     ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: left.append("cluster"))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(engine_replicas, "join_cluster", lambda _: 1 / 0)
+    monkeypatch.setattr(engine_replicas, "join_cluster", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine_replicas.join_once(3)
     assert left == ["cluster"]
