@@ -11,8 +11,8 @@ child, and the rank continues as that one's child. Guardians run this file as
     python -I -S guardian.py CHILD PARENT FOLDER NAME [COMMAND ...]
 
 with the number of the process below, of the one above (0: any), a private folder, and a name for messages ("": none
-are printed). With a COMMAND, the guardian starts it as its child; with neither, it only deletes the folder when the
-process above has ended. Each guardian forwards signals to its child and ends
+are printed). With a COMMAND, the guardian starts it as its child; with neither, it ends the processes that use
+the folder, and deletes it, when the process above has ended. Each guardian forwards signals to its child and ends
 with its child's exit code or signal, which the process above then sees.
 
 Guardians are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find
@@ -65,6 +65,8 @@ def main() -> None:
     status = watch(child, parent, folder)
     note_shared_memory(folder, {})
     ended = end_all()
+    if not child:
+        end_users(folder)
     if not below or os.getppid() != parent:
         remove(folder)
     if ended and name:
@@ -157,6 +159,19 @@ def end_all() -> set[str]:
         # Wake up when a child ends, and soon in any case, since new processes may have appeared.
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)
     return set(asked.values())
+
+
+def end_users(folder: Path) -> None:
+    """Kills the processes that have a file in the folder open, except for its lock, which forks of its owner inherit.
+
+    Ray's agents are nobody's descendants then. They outlive the rest of their cluster by half a minute or more.
+    """
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):  # it is not a process, has ended, or belongs to another user
+            descriptors = Path("/proc", entry, "fd").iterdir()
+            files = [os.readlink(descriptor) for descriptor in descriptors]
+            if any(file.startswith(f"{folder}/") and file != f"{folder}/{LOCK}" for file in files):
+                os.kill(int(entry), signal.SIGKILL)
 
 
 def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Signals | None:

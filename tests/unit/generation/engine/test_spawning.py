@@ -88,6 +88,27 @@ def test_nothing_is_left_of_a_core_when_its_program_is_killed(scratch: Path, num
         time.sleep(0.1)
 
 
+def test_users_of_a_watched_folder_end_with_the_program(scratch: Path) -> None:
+    """As Ray's agents do, which are nobody's descendants once their cluster has been killed."""
+    text = """
+import subprocess
+subprocess.Popen(guardian.command(folder), start_new_session=True)
+log = (folder / "log").open("w")
+user = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=log)
+print(user.pid, folder, flush=True)
+time.sleep(1000)
+"""
+    program = start(scratch, text)
+    assert program.stdout is not None
+    user, folder = program.stdout.readline().split()
+    program.kill()
+    program.wait(timeout=60)
+    deadline = time.monotonic() + 60
+    while not gone([int(user)], [Path(folder)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_core_outlives_the_thread_that_has_started_it(scratch: Path) -> None:
     text = """
 process = context.Process(target=time.sleep, args=(1000,))
