@@ -60,7 +60,7 @@ def _naming_paths(action: Callable[[], int]) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     processes.put_current_folder_last()
-    put_in_order()
+    forgotten = put_in_order()
     if isinstance(sys.stdout, TextIOWrapper):
         with suppress(OSError):  # another process, such as a supervisor, has replaced the descriptor
             sys.stdout.reconfigure(errors="backslashreplace")  # for ASCII terminals and lone surrogates
@@ -73,6 +73,8 @@ def _dispatch(argv: list[str]) -> int:
     command = arguments.command
     if command not in ("train", "sft"):
         return _module(command).main(arguments) or 0
+    if forgotten:
+        print(f"[hotbunk] {forgotten}", file=sys.stderr)
     check_torch_libraries()
     config = training_config(arguments)
     check_config(config, command)

@@ -150,11 +150,11 @@ def test_an_interrupted_run_has_the_time_to_save(number: signal.Signals, tmp_pat
     saves = f"{trap}; touch {tmp_path}/begun; while :; do sleep 0.1; done"
     script = f"from scripts.results.run import finish\nfinish(['bash', '-c', {saves!r}])"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True) as program:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline and program.poll() is None
             time.sleep(0.1)
         program.send_signal(number)
-        _, error = program.communicate(timeout=120)
+        _, error = program.communicate(timeout=300)
     assert (tmp_path / "saved").exists() and program.returncode == 143
     assert error.endswith("ended with exit code 143; the same command goes on\n") and "Traceback" not in error
