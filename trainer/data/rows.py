@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from generation.images import ImageProcessor, Spans, StoredImage, split_images
+from generation.images import ImageProcessor, Spans, StoredImage, split_images, with_places
 from generation.messages import ChatForm, CleanMessage, chat_form, chosen_tools, clean_messages, messages_in
 from trainer.config.schema import DataConfig
 from trainer.data.images import check_images_are_read, image_remarks
@@ -134,7 +134,7 @@ class RowReader:
         check_images_are_read(row, messages, self.config)
         if self.config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        return split_images(messages, [...] * images)[0] if images and plain else messages
+        return split_images(with_places(messages), [...] * images)[0] if images and plain else messages
 
     def tools(self, row: Mapping[str, Any]) -> list[CleanMessage]:
         """Return the schemas of the tools that a row's prompt describes."""

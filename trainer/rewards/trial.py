@@ -65,9 +65,9 @@ def judge_answers(
     that is killed after `timeout_s` seconds for a text.
     """
     compare = [reward for reward in functions if reward.function in _COMPARE]
-    in_process = any(reward.function is math_verify for reward in compare)
+    needs_process = any(reward.function is math_verify for reward in compare)
     config = RewardConfig(functions=[RewardFunction(name="math_verify")], workers=1, timeout_s=timeout_s)
-    with asyncio.Runner() as runner, RewardPool(config) if in_process else nullcontext() as pool:
+    with asyncio.Runner() as runner, RewardPool(config) if needs_process else nullcontext() as pool:
 
         def judged(reward: BoundReward, text: str, answer: Any) -> tuple[float, str]:
             """Return a text's reward, and an error's sentence."""

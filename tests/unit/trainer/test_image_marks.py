@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 
 from generation.images import Image, ImageLimits, ImageProcessor, ImageRules
 from tests.support.pictures import picture
+from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.schema import DataConfig
-from trainer.data import load_prompts
+from trainer.data import load_prompts, row_reader
 from trainer.errors import UserError
 
 
@@ -121,3 +122,13 @@ def test_a_tool_may_return_a_picture_of_floats(folder: Path) -> None:
     floats = PIL.Image.new("F", (4, 4), 0.5)
     assert Image.read(floats).open().getpixel((0, 0)) == (128, 128, 128)
     assert io.BytesIO(Image.read(floats).data).getbuffer()[:4] == b"\x89PNG"
+
+
+def test_environments_get_the_places_of_marks_in_a_text() -> None:
+    reader = row_reader(DataConfig(path="d"), small_tokenizer())
+    (message,) = reader.messages({"prompt": "first <image> second <image>"}, images=2)
+    place = {"type": "image"}
+    first, second = {"type": "text", "text": "first "}, {"type": "text", "text": " second "}
+    assert message["content"] == [first, place, second, place]
+    (message,) = reader.messages({"prompt": "what?"}, images=1)
+    assert message["content"] == [place, {"type": "text", "text": "what?"}]
