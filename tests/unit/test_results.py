@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -126,6 +127,34 @@ def test_the_page_has_the_table_of_the_kept_figures() -> None:
     page = (ROOT / "docs/results.md").read_text()
     assert draw.table() in page
     assert draw.race_table() in page
+
+
+def test_a_setting_is_compared_with_the_baseline_seed_by_seed() -> None:
+    last = {name: [rows[-1]["eval/accuracy"] for rows in draw.runs(name)] for name in ("ppo", "grpo")}
+    expected = [last["ppo"][seed] - last["grpo"][seed] for seed in range(3)]
+    assert draw.differences("ppo") == pytest.approx(expected)
+    assert draw.differences("grpo") == [0, 0, 0]
+
+
+def test_the_races_side_of_hotbunk_is_the_same_runs_as_grpo() -> None:
+    """The page says so: equal figures show that a seed decides a run, and are no further evidence."""
+    for rows, others in zip(draw.runs("race_hotbunk"), draw.runs("grpo"), strict=True):
+        for row, other in zip(rows, others, strict=True):
+            keys = [key for key in row | other if not key.startswith(("time/", "throughput/", "memory/"))]
+            assert [row.get(key) for key in keys] == [other.get(key) for key in keys]
+    assert "`race_hotbunk-N.jsonl` equals" in (ROOT / "docs/results.md").read_text()
+
+
+def test_updates_of_both_sides_of_the_race_are_equal_up_to_a_factor() -> None:
+    """TRL's own trainer and the learner's loss, on scripted answers, in a process of their own."""
+    command = [sys.executable, "scripts/bench/race_updates.py"]
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=800)
+    distance = re.search(r"^weights: (\S+) of their movement", done.stdout, re.MULTILINE)
+    norms = re.search(r"^norms: (\S+) to (\S+) times", done.stdout, re.MULTILINE)
+    assert distance and norms, done.stderr
+    assert float(distance[1]) < 1e-3
+    assert [float(norms[1]), float(norms[2])] == pytest.approx([math.sqrt(8 / 7)] * 2, rel=1e-3)
 
 
 def test_every_setting_has_three_seeds_whose_accuracy_rises() -> None:
