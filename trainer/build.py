@@ -84,7 +84,16 @@ def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], boo
     """Builds the source of answers of a rank in whose crew engines run. `give_up` says if a step is to be abandoned."""
     config = start.config
     engines, most = world_size() // placement(config).engine_ranks(config.engine), config.rollout.max_error_rate
-    pool = Pool(start.leader, start.tokenizer, start.rewards, store(), start.level, engines, max_error_rate=most)
+    pool = Pool(
+        start.leader,
+        start.tokenizer,
+        start.rewards,
+        store(),
+        start.level,
+        engines,
+        max_error_rate=most,
+        ends=start.ends,
+    )
     carried: CarriedPool | None = None
     if config.rollout.slice_tokens is not None:
         carried = CarriedPool(config, pool, partial(start.prompts.take, seed=config.run.seed), start.carried)

@@ -153,6 +153,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
 
     Builds the model without weights.
     """
+    from trainer.chat_template import end_tokens, unread_keys
     from trainer.checks import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
     from trainer.distributed import say
@@ -163,7 +164,11 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     if command == "sft":
         from trainer.commands.sft_rows import load_transcripts
 
-        load_transcripts(config, load_tokenizer(config.model))
+        tokenizer = load_tokenizer(config.model)
+        load_transcripts(config, tokenizer)
+        ends = end_tokens(config.model.path, tokenizer, config.data, config.sampling.stop_token_ids)
+        for line in (*unread_keys(tokenizer, config.data), *ends.remarks):
+            say(line)
         check_model(config, "sft")
         return
     rewards = RewardPool(config.reward)
@@ -172,6 +177,9 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     level = RolloutLevel(config, tokenizer)
     data, images = rewards.columns(level.data), level.image_rules
     datasets = {data.path: load_prompts(data, tokenizer, images)}
+    ends = end_tokens(config.model.path, tokenizer, data, config.sampling.stop_token_ids)
+    for line in (*unread_keys(tokenizer, data), *ends.remarks):
+        say(line)
     for name, dataset in config.eval.datasets.items() if config.eval.every else ():
         datasets[f"eval.datasets.{name}"] = load_held_out(dataset, data, tokenizer, images)
     for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):

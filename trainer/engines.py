@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine, Leader
 from generation.engine.lifecycle import Memory
@@ -173,16 +172,3 @@ def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_
         stop=list(config.sampling.stop),
         stop_token_ids=stop_token_ids,
     )
-
-
-def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns all ids that end an answer: the tokenizer's EOS id and the EOS ids in generation_config.json, if any.
-
-    The engine does not read that file, so these ids (chat models have two) are passed with each request.
-    """
-    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    try:
-        listed = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the model has no such file
-        listed = None
-    return sorted(ids | set(listed if isinstance(listed, list) else [] if listed is None else [listed]))

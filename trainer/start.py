@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import EVERYBODY, agreed, is_main, world_size
+from trainer.chat_template import EndTokens, end_tokens, unread_keys
 from trainer.checks import check_budget, check_model, check_teacher
 from trainer.config.machine import float32_products, resolve_device
 from trainer.config.placement import engine_workers
-from trainer.config.schema import TrainConfig
+from trainer.config.schema import DataConfig, TrainConfig
 from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.data import PromptDataset, load_prompts, load_tokenizer
-from trainer.engines import end_token_ids, fetch_model, processor_arguments, rank_device, start_server, stop_engine
+from trainer.engines import fetch_model, processor_arguments, rank_device, start_server, stop_engine
 from trainer.evaluation import load_held_outs
 from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool
@@ -39,6 +40,7 @@ class Start:
         prompts: the prompts to train on.
         held_outs: the datasets of an evaluation; empty if the recipe has no evaluation.
         sampling: the sampling settings of training.
+        ends: the tokens that end an answer.
         identity: the run's identity, which is compared with a checkpoint's.
         checkpoint: the checkpoint that the run resumes from, if any.
         state: the run's state besides the policy; checkpoints keep both.
@@ -53,6 +55,7 @@ class Start:
     prompts: PromptDataset
     held_outs: list[HeldOut]
     sampling: SamplingSettings
+    ends: EndTokens
     identity: Identity
     checkpoint: Path | None
     state: RunState
@@ -92,23 +95,52 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     level.data = rewards.columns(level.data)
     prompts = load_prompts(level.data, tokenizer, level.image_rules)
     screen.note(f"{len(prompts)} prompts from {config.data.path}, {prompts.dropped} too long and left out")
-    ends = end_token_ids(config.model.path, tokenizer)
-    held_outs = load_held_outs(config, level, tokenizer, ends) if config.eval.every else []
+    identity = run_identity(config, prompts.fingerprint, tokenizer)
+    checkpoint, state = find_checkpoint(config, identity)
+    ends = settle_ends(config, tokenizer, level.data, state, resumes=checkpoint is not None)
+    for line in (*unread_keys(tokenizer, level.data), *ends.remarks):
+        screen.note(line)
+    held_outs = load_held_outs(config, level, tokenizer, ends.ids) if config.eval.every else []
     datasets = {config.data.path: prompts}
     datasets |= {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in held_outs}
     with agreed("trying the rewards", among=EVERYBODY):
         if is_main():
             for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
                 screen.note(line)
-    identity = run_identity(config, prompts.fingerprint, tokenizer)
-    checkpoint, state = find_checkpoint(config, identity)
-    sampling = SamplingSettings(**config.sampling.model_dump(), stop_token_ids=ends)
-    restarts = EngineRestarts(config, device, watchdog)
+    sampling = SamplingSettings(**config.sampling.model_dump() | {"stop_token_ids": ends.ids})
     start = Start(
-        config, screen, tokenizer, level, rewards, prompts, held_outs, sampling, identity, checkpoint, state, restarts
+        config=config,
+        screen=screen,
+        tokenizer=tokenizer,
+        level=level,
+        rewards=rewards,
+        prompts=prompts,
+        held_outs=held_outs,
+        sampling=sampling,
+        ends=ends,
+        identity=identity,
+        checkpoint=checkpoint,
+        state=state,
+        restarts=EngineRestarts(config, device, watchdog),
     )
     start_engine(start, resources)
     return start
+
+
+def settle_ends(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, data: DataConfig, state: RunState, *, resumes: bool
+) -> EndTokens:
+    """Return the tokens that end the run's answers, and keep them in `state`.
+
+    A run that resumes goes on with those of its checkpoint, unless the recipe names others. `data` is the recipe's
+    section with the tools' schemas.
+    """
+    chosen = config.sampling.stop_token_ids
+    ends = end_tokens(config.model.path, tokenizer, data, chosen)
+    if resumes and chosen is None:
+        ends = ends.resumed(state.stop_token_ids, tokenizer)
+    state.stop_token_ids = list(ends.added)
+    return ends
 
 
 def start_engine(start: Start, resources: ExitStack) -> None:

@@ -76,6 +76,8 @@ class ServedEngine:
             self._limits.check(request)
             if call.sampling is not None:
                 fill_sampling(request, call.sampling)
+            elif not request.ignore_eos:
+                request.stop_token_ids = [*(request.stop_token_ids or []), *self._settings.eos_token_ids]
 
     def generate(self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any) -> Stream:
         """Returns a stream of outputs, as vLLM's engine does. Raises Refused at once, before the stream begins."""

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.trajectory import by_episode
+from trainer.chat_template import end_tokens, unread_keys
 from trainer.commands.generate import add_model_arguments, model_folder, run_folder
 from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, unwritable
@@ -22,7 +23,7 @@ from trainer.config.recipe import load_config
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import load_tokenizer
 from trainer.distributed import say
-from trainer.engines import end_token_ids, engine_settings, on_checkpoint, start_server
+from trainer.engines import engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
 from trainer.evaluation import accuracies, dataset_figures, load_held_outs, standard_error
 from trainer.learning.answer_rows import answer_rows, failure_lines
@@ -96,8 +97,11 @@ class Evaluation:
         self.level = RolloutLevel(config, self.tokenizer, start_server)
         self.rewards = RewardPool(config.reward)
         self.level.data = self.rewards.columns(self.level.data)
-        ends = end_token_ids(config.model.path, self.tokenizer)
-        self.held_outs = load_held_outs(config, self.level, self.tokenizer, ends)
+        chosen = config.sampling.stop_token_ids
+        self.ends = end_tokens(config.model.path, self.tokenizer, self.level.data, chosen)
+        for line in (*unread_keys(self.tokenizer, self.level.data), *self.ends.remarks):
+            say(line)
+        self.held_outs = load_held_outs(config, self.level, self.tokenizer, self.ends.ids)
         datasets = {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in self.held_outs}
         seed, timeout_s = config.run.seed, config.reward.timeout_s
         for line in check_rewards(self.rewards, datasets, self.tokenizer, seed, timeout_s):
@@ -106,7 +110,7 @@ class Evaluation:
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
         """Samples and scores the answers of every dataset, by an engine that has the model's weights as version 0."""
         most = self.config.rollout.max_error_rate
-        pool = Pool(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most)
+        pool = Pool(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most, ends=self.ends)
         with closing(pool), self.rewards:
             # These are the samples that a training run with this seed would draw before its first step.
             return {held_out.name: sample_held_out(self.config, pool, held_out) for held_out in self.held_outs}

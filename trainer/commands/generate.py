@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +21,13 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places, kv_elements
 from generation.messages import chat_form, plain_ids
 from generation.rollouts.episode import encode_following, without_second_end
+from trainer.chat_template import end_tokens
 from trainer.commands.exporting import export
 from trainer.config.checks import COMPLETE_MARKER
 from trainer.config.model_file import model_config
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
-from trainer.engines import end_token_ids, on_checkpoint
+from trainer.engines import on_checkpoint
 from trainer.errors import UserError
 from trainer.run import processes
 from trainer.run.checkpoint import is_complete, latest_complete
@@ -62,9 +64,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{settings.model} has no chat template: give a --prompt to continue, and no --system")
     if arguments.prompt is not None:
         chat.ask(arguments.prompt)
-    ends = end_token_ids(settings.model, chat.tokenizer)
-    longest = arguments.max_tokens or longest_answer(Path(settings.model))
-    sampling = SamplingSettings(longest, arguments.temperature, stop_token_ids=ends)
+    sampled = training_sampling(Path(settings.model))
+    ends = end_tokens(settings.model, chat.tokenizer, stop_token_ids=sampled.get("stop_token_ids"))
+    for line in ends.remarks:
+        print(line, file=sys.stderr)
+    longest = arguments.max_tokens or min(LONGEST_ANSWER, sampled.get("max_tokens", LONGEST_ANSWER))
+    sampling = SamplingSettings(longest, arguments.temperature, stop_token_ids=ends.ids)
     processes.start_guardian()
     processes.run(lambda: converse(settings, chat, sampling))
 
@@ -107,12 +112,15 @@ def model_folder(name: str, step: int | None = None) -> Path:
         raise UserError(f"exporting the policy of {chosen} was killed, usually for lack of memory") from error
 
 
-def longest_answer(folder: Path) -> int:
-    """The default of --max-tokens: for a run's model, which may not end longer answers, at most as in its training."""
+def training_sampling(folder: Path) -> dict[str, Any]:
+    """Read the keys of `sampling` with which a run's model was trained; empty for a model that is not a run's.
+
+    Such a model may not end answers that are longer than in its training.
+    """
     file = folder.parent / "config.yaml"
     of_run = re.fullmatch(r"model(_step_\d+)?", folder.name) and file.is_file()
     recipe = yaml.safe_load(file.read_bytes()) if of_run else None
-    return min(LONGEST_ANSWER, ((recipe or {}).get("sampling") or {}).get("max_tokens", LONGEST_ANSWER))
+    return (recipe or {}).get("sampling") or {}
 
 
 def engine_settings(name: str, step: int | None = None) -> EngineSettings:

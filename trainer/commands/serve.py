@@ -13,11 +13,12 @@ from generation.engine.settings import EngineSettings
 from generation.images import ImageLimits, ImageProcessor, ImageRules
 from generation.loopback import is_loopback
 from generation.server import OpenAIServer, ServerSettings
-from trainer.commands.generate import add_model_arguments, engine_settings
+from trainer.chat_template import end_tokens
+from trainer.commands.generate import add_model_arguments, engine_settings, training_sampling
 from trainer.config.model_file import is_multimodal, model_config
 from trainer.config.schema import ModelConfig
 from trainer.data import load_tokenizer
-from trainer.engines import end_token_ids, on_checkpoint
+from trainer.engines import on_checkpoint
 from trainer.errors import UserError
 from trainer.run import processes
 
@@ -53,12 +54,16 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
     settings, folder = engine_settings(arguments.model, arguments.step), Path(arguments.model)
     tokenizer = load_tokenizer(ModelConfig(path=settings.model))
+    chosen = training_sampling(Path(settings.model)).get("stop_token_ids")
+    ends = end_tokens(settings.model, tokenizer, stop_token_ids=chosen)
+    for line in ends.remarks:
+        print(line, file=sys.stderr)
     server = ServerSettings(
         model_name=arguments.name or (folder.resolve().name if folder.is_dir() else arguments.model),
         host=arguments.host,
         port=arguments.port,
         api_key=arguments.api_key or None,
-        eos_token_ids=tuple(end_token_ids(settings.model, tokenizer)),
+        eos_token_ids=tuple(ends.ids),
         tool_parser=arguments.tool_parser,
         reasoning_parser=arguments.reasoning_parser,
         image_rules=_image_rules(settings.model, tokenizer, arguments),

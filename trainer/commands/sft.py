@@ -17,6 +17,7 @@ from torch import Tensor
 from sharding.ranks import agreed, all_reduce_sum, is_main, rank
 from trainer.algorithms.aggregation import token_mean_weights
 from trainer.build import joined
+from trainer.chat_template import end_tokens, unread_keys
 from trainer.checks import check_model
 from trainer.commands.sft_rows import Transcript, load_transcripts
 from trainer.config.schema import TrainConfig
@@ -66,6 +67,9 @@ class SftRun:
         self.transcripts = load_transcripts(config, self.tokenizer)
         count, dropped = len(self.transcripts.samples), self.transcripts.dropped
         self.screen.note(f"{count} samples from {config.data.path}, {dropped} rows dropped")
+        ends = end_tokens(config.model.path, self.tokenizer, config.data, config.sampling.stop_token_ids)
+        for line in (*unread_keys(self.tokenizer, config.data), *ends.remarks):
+            self.screen.note(line)
         held_out = config.eval.datasets if config.eval.every else {}
         self.held_out = {
             name: load_transcripts(config, self.tokenizer, dataset).samples for name, dataset in held_out.items()

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from generation.images import Image, ImageProcessor, ImageRules, StoredImage
 from generation.messages import CleanMessage, clean_messages, messages_in, plain_ids
+from trainer.chat_template import end_tokens
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import (
     RenderedRow,
@@ -109,12 +110,13 @@ def transcript_rows(
     size = None if held_out is None else held_out.size
     rows = load_rows(data.path, data.subset, data.split, size, exact=[*columns_read(data), config.sft.completion_key])
     check_preferences(rows, data.path, config.sft.completion_key)
+    ends = end_tokens(config.model.path, tokenizer, data, config.sampling.stop_token_ids).ids
     if rules is None:
-        teacher = Teacher(row_reader(data, tokenizer, rows), config.sft.completion_key)
+        teacher = Teacher(row_reader(data, tokenizer, rows), config.sft.completion_key, ends)
         rendered = _rows_without_images(rows, teacher, tokenizer)
     else:
         rows = encoded_images(rows)
-        teacher = Teacher(row_reader(data, tokenizer, rows, rules.processor), config.sft.completion_key)
+        teacher = Teacher(row_reader(data, tokenizer, rows, rules.processor), config.sft.completion_key, ends)
         rendered = _rows_with_images(rows, teacher, rules)
     for row in rendered:
         dropped = ""
@@ -127,10 +129,14 @@ def transcript_rows(
 
 @dataclass(frozen=True)
 class Teacher:
-    """Reads what a warm start learns from a row. Its methods raise ValueError as those of `RowReader`."""
+    """Reads what a warm start learns from a row. Its methods raise ValueError as those of `RowReader`.
+
+    `ends` are the ids that end an answer.
+    """
 
     reader: RowReader
     completion_key: str
+    ends: list[int]
 
     def messages(self, row: dict[str, Any]) -> tuple[list[CleanMessage], int]:
         """Return a row's conversation, and the index of the first message that may be learned.
@@ -212,7 +218,7 @@ def _rows_without_images(
         return _rendered(row, messages, reader.tools(row), pieces, reader), pieces
 
     for chunk in in_chunks(rows, reader.config.path, read):
-        samples = encode([pieces for _, _, (_, pieces) in chunk], tokenizer, reader.form is not None)
+        samples = encode([pieces for _, _, (_, pieces) in chunk], tokenizer, reader.form is not None, teacher.ends)
         for index, _, (rendered, pieces) in chunk:
             sample = next(samples) if pieces else None
             yield _with_sample(replace(rendered, index=index), sample)
@@ -274,7 +280,8 @@ def _rows_with_images(rows: "Dataset", teacher: Teacher, rules: ImageRules) -> I
         if not pieces:
             return rendered, None, ()
         images = rules.read(sources(row))
-        return rendered, _encode_with_images(pieces, images, rules.processor, reader.form is not None), images
+        sample = _encode_with_images(pieces, images, rules.processor, reader.form is not None, teacher.ends)
+        return rendered, sample, images
 
     for chunk in in_chunks(rows, data.path, read):
         for index, _, (rendered, sample, images) in chunk:
@@ -285,7 +292,7 @@ def _rows_with_images(rows: "Dataset", teacher: Teacher, rules: ImageRules) -> I
 
 
 def _encode_with_images(
-    pieces: Pieces, images: tuple[Image, ...], processor: ImageProcessor, templated: bool
+    pieces: Pieces, images: tuple[Image, ...], processor: ImageProcessor, templated: bool, ends: list[int]
 ) -> Transcript:
     """Tokenises one row with images, as `encode` does without. Images within an assistant turn are context, too."""
     if (count := sum(text.count(processor.image_token) for text, _ in pieces)) != len(images):
@@ -298,19 +305,21 @@ def _encode_with_images(
         spans += [(begin + start, length) for start, length in places]
         encoded.append(ids)
         begin += len(ids)
-    sample = _masked(encoded, [learned for _, learned in pieces], processor.tokenizer.eos_token_id)
+    sample = _masked(encoded, [learned for _, learned in pieces], ends, processor.tokenizer.eos_token_id)
     sample.image_spans = tuple(span for span in spans if sum(span) <= len(sample.input_ids))
     for start, length in sample.image_spans:
         sample.loss_mask[start : start + length] = [0] * length
     return sample
 
 
-def encode(transcripts: list[Pieces], tokenizer: PreTrainedTokenizerBase, templated: bool) -> Iterator[Transcript]:
+def encode(
+    transcripts: list[Pieces], tokenizer: PreTrainedTokenizerBase, templated: bool, ends: list[int]
+) -> Iterator[Transcript]:
     """Tokenises piece by piece, so that prompts have the same ids as in a rollout; the mask is by position.
 
-    The mask is 1 on the tokens of an assistant's piece up to its first end-of-sequence token, which the assistant would
-    sample; a newline that the template adds after it is context. Tokens after the last masked one are cut off, since
-    nothing depends on them.
+    The mask is 1 on the tokens of an assistant's piece up to the first of `ends`, the ids that end an answer, which the
+    assistant would sample; a newline that the template adds after it is context. Tokens after the last masked one are
+    cut off, since nothing depends on them.
     """
     eos = tokenizer.eos_token_id
     transcripts = [pieces for pieces in transcripts if pieces]
@@ -320,18 +329,20 @@ def encode(transcripts: list[Pieces], tokenizer: PreTrainedTokenizerBase, templa
     later = iter(_ids([text for pieces in transcripts for text, _ in pieces[1:]], tokenizer))
     for pieces in transcripts:
         encoded = [next(firsts), *(next(later) for _ in pieces[1:])]
-        yield _masked(encoded, [learned for _, learned in pieces], eos)
+        yield _masked(encoded, [learned for _, learned in pieces], ends, eos)
 
 
-def _masked(pieces: list[list[int]], learned: list[bool], eos: int) -> Transcript:
+def _masked(pieces: list[list[int]], learned: list[bool], ends: list[int], eos: int) -> Transcript:
     """Joins tokenised pieces to one sample with the mask that `encode` describes."""
     input_ids, mask = list[int](), list[int]()
     for piece, by_assistant in zip(pieces, learned, strict=True):
-        sampled = 0 if not by_assistant else piece.index(eos) + 1 if eos in piece else len(piece)
+        sampled = 0
+        if by_assistant:
+            sampled = next((index + 1 for index, token in enumerate(piece) if token in ends), len(piece))
         input_ids += piece
         mask += [1] * sampled + [0] * (len(piece) - sampled)
     end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
-    if input_ids[end - 1] != eos:  # a template without one; the model must still learn to stop
+    if input_ids[end - 1] not in ends:  # a template without one; the model must still learn to stop
         input_ids, mask, end = [*input_ids[:end], eos], [*mask[:end], 1], end + 1
     return Transcript(input_ids[:end], mask[:end], [0.0] * end)
 

@@ -52,7 +52,7 @@ IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
     "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.dropout", "lora.rank",
     "lora.target_modules", "lora.use_rslora", "policy.optimizer", "reward.functions", "rollout.ahead", "rollout.lag",
-    "rollout.old_tokens", "rollout.slice_tokens", "run.seed",
+    "rollout.old_tokens", "rollout.slice_tokens", "run.seed", "sampling.stop_token_ids",
 )  # fmt: skip
 """Digests, sections and keys of the recipe by which a resumed run is compared with its checkpoint (`run.keeper`)."""
 

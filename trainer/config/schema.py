@@ -109,6 +109,11 @@ class SamplingConfig(Section):
     temperature: Temperature = key(1.0, "divisor of the logits, in the engine and in the trainer alike")
     max_tokens: Count = key(1024, "most tokens of an answer")
     stop: list[Text] = key([], "strings that end an answer")
+    stop_token_ids: list[Natural] | None = key(
+        None,
+        "ids of the tokens that end an answer besides EOS, in evaluations as well; null: the one with which the chat "
+        "template ends an assistant's turn; []: none (docs/data.md)",
+    )
 
 
 class HeldOutConfig(Section):

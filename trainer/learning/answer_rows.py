@@ -28,7 +28,12 @@ def answer_rows(
     local: dict[int, dict[str, Any]] = {}
     for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
         if t is not None:
-            scored = {"text": t.text, "reward": t.reward, "parts": t.reward_parts, "finish_reason": t.finish_reason}
+            scored = {
+                "text": shown_text(t, tokenizer),
+                "reward": t.reward,
+                "parts": t.reward_parts,
+                "finish_reason": t.finish_reason,
+            }
             scored["prompt"] = tokenizer.decode(t.prompt_ids)  # not the dataset's, since a client may add to it
             local[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version}
             local[n]["error"] = t.error or t.reward_error
@@ -75,9 +80,30 @@ def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: st
 
 def text_by_author(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """Splits a response into pieces, in order: the text of each, and True if the policy sampled it."""
+    return [(_decoded(ids, tokenizer, marks=sampled), sampled) for ids, sampled in _by_author(trajectory)]
+
+
+def shown_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the text that rewards saw, or one with the special tokens that were sampled before an answer's end."""
+    if trajectory.decoded is not None or trajectory.error:
+        return trajectory.text
+    shown = [text for text, _ in text_by_author(trajectory, tokenizer)]
+    hidden = [_decoded(ids, tokenizer, marks=False) for ids, _ in _by_author(trajectory)]
+    return trajectory.text if shown == hidden else "".join(shown)
+
+
+def _by_author(trajectory: Trajectory) -> Iterator[tuple[list[int], bool]]:
+    """Yields the runs of a response's tokens that the policy sampled, and of those that it did not."""
     pairs = zip(trajectory.response_ids, trajectory.loss_mask, strict=True)
-    parts = [(bool(sampled), [token for token, _ in part]) for sampled, part in groupby(pairs, lambda pair: pair[1])]
-    return [(tokenizer.decode(ids, skip_special_tokens=True), sampled) for sampled, ids in parts]
+    for sampled, part in groupby(pairs, lambda pair: pair[1]):
+        yield [token for token, _ in part], bool(sampled)
+
+
+def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) -> str:
+    """Decodes tokens of one author; with `marks`, special tokens are part of the text, except one at its end."""
+    last = tokenizer.decode(ids[-1:], skip_special_tokens=True)
+    part = ids[:-1] if marks and not last else ids
+    return str(tokenizer.decode(part, skip_special_tokens=not marks))
 
 
 @dataclass

@@ -292,10 +292,11 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     }
     parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
     figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
-    tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/"))]
+    tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/", "length/"))]
     rewards_by_name = {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
     sums = named_sums(tools).items()
-    counts = {name: total / number if name.startswith("client/") else total for name, (total, number) in sums}
+    means = ("client/", "length/")
+    counts = {name: total / number if name.startswith(means) else total for name, (total, number) in sums}
     if calls := counts.get("tools/calls"):
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
     # The run's metrics come last again, since an environment or a client may use their names for its rewards.

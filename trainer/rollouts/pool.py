@@ -18,6 +18,7 @@ from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import prompt_batch
 from generation.trajectory import Trajectory, by_episode, checked_reward
 from sharding.ranks import agreed, all_reduce_sum, exchange
+from trainer.chat_template import EndTokens
 from trainer.data import Prompt
 from trainer.learning.answers import Answer, failed_episodes, gather_answers
 from trainer.rewards.pool import RewardPool
@@ -73,8 +74,16 @@ class Pool:
         level: RolloutLevel,
         engines: int = 1,
         max_error_rate: float = 1.0,
+        ends: EndTokens | None = None,
     ) -> None:
-        """`store` is the ranks' store; `max_error_rate` is the largest share of episodes that may fail."""
+        """Prepares the pool.
+
+        Args:
+            store: the ranks' store.
+            max_error_rate: the largest share of episodes that may fail.
+            ends: the tokens that end an answer, which are not part of the text that rewards see; None: special
+                tokens are left out of that text, and no others.
+        """
         self.leader = leader
         self.tokenizer = tokenizer
         self.level = level
@@ -83,6 +92,7 @@ class Pool:
         self._rewards = rewards
         self._store = store
         self._max_error_rate = max_error_rate
+        self._ends = ends or EndTokens()
         self._rounds = self._calls = 0
 
     def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
@@ -213,6 +223,8 @@ class Pool:
         if trajectory.error:
             return
         start = time.perf_counter()
+        if trajectory.finish_reason == "length":
+            trajectory.metrics["length/past_end"] = float(self._ends.are_passed_by(trajectory))
         decoded, last = trajectory.decoded, trajectory.response_ids[trajectory.answer_start :]
         trajectory.text = self._text(trajectory.response_ids) if decoded is None else decoded
         completion = self._text(last) if trajectory.answer_start and decoded is None else trajectory.text
@@ -246,7 +258,7 @@ class Pool:
             trajectory.reward, trajectory.finish_reason, trajectory.error = 0.0, "error", f"reward: {error}"
 
     def _text(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(self._ends.removed_from(token_ids), skip_special_tokens=True))
 
 
 def note_answers(

@@ -69,7 +69,14 @@ def _causes(rows: Rows, recipe: Mapping[str, Mapping[str, Any]], fell: bool) -> 
         )
     if (cut := fmean(values("length/truncated") or [0.0])) >= 0.5:
         limit = setting("sampling", "max_tokens")
-        yield f"{cut:.0%} of the answers were cut off at the length limit: raise sampling.max_tokens ({limit})"
+        long = f"{cut:.0%} of the answers were cut off at the length limit"
+        if (past := fmean(values("length/past_end") or [0.0])) >= 0.5:
+            yield (
+                f"{long}, and {past:.0%} of these went on after a token with which the chat template ends a turn: "
+                "name it in sampling.stop_token_ids, or set that to null"
+            )
+        else:
+            yield f"{long}: raise sampling.max_tokens ({limit})"
     if (skipped := sum(values("skipped_steps"))) > 0.1 * updates:
         yield f"{skipped:.0f} of {updates:.0f} updates were skipped, since their loss or gradient was not finite"
     if not (norms := values("grad_norm")):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT
 from tests.support.forked import ENGINES, PYTHON
 from trainer.cli import main
-from trainer.commands.generate import ChatSession, longest_answer
+from trainer.commands.generate import ChatSession, training_sampling
 
 TOKENS = 12
 QUESTIONS = ["what is 2+2?", "and one more?"]
@@ -81,15 +81,15 @@ def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -
         assert rest == "<|im_end|>\n<|im_start|>user\n<the answer> and 3+3?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_default_length_of_answers_is_that_of_the_run(tmp_path: Path) -> None:
+def test_answers_are_sampled_with_the_lengths_and_ends_of_the_run(tmp_path: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "run" / "model"
     folder.mkdir(parents=True)
-    assert longest_answer(folder) == 512
-    for recipe, longest in (("sampling: {max_tokens: 8}", 8), ("sampling: {max_tokens: 9000}", 512), ("", 512)):
+    assert training_sampling(folder) == {}
+    for recipe, sampled in (("sampling: {max_tokens: 8}", {"max_tokens": 8}), ("sampling:", {}), ("", {})):
         (run / "config.yaml").write_text(recipe)
-        assert longest_answer(folder) == longest
+        assert training_sampling(folder) == sampled
     (tmp_path / "config.yaml").write_text("sampling: {max_tokens: 8}")
-    assert longest_answer(run) == 512  # not a run's model, though it is beside a config.yaml
+    assert training_sampling(run) == {}  # not a run's model, though it is beside a config.yaml
 
 
 @pytest.mark.parametrize(

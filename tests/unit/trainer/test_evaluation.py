@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -19,7 +19,9 @@ from generation.engine.settings import EngineSettings
 from generation.trajectory import Trajectory
 from tests.support.learning_steps import as_answers
 from tests.support.small_tokenizer import small_tokenizer
+from tests.support.turn_templates import QWEN3
 from trainer import engines
+from trainer.chat_template import end_tokens
 from trainer.commands import eval as command
 from trainer.commands.eval import Evaluation, tables
 from trainer.config.checks import _check_evaluation, _check_lengths
@@ -268,6 +270,33 @@ def test_votes_are_taken_where_asked_for_only() -> None:
         done = Trajectory(0, 0, [4], ids, [1] * len(ids), [0.0] * len(ids), answer_start=5)
         asyncio.run(pool.score(done, SimpleNamespace(), voting))  # type: ignore[arg-type]
         assert done.vote == ("A TOOL" if voting else None)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_rewards_see_an_answer_without_the_token_that_ended_it(special: bool) -> None:
+    from trainer.rollouts.pool import Pool
+
+    class Scores:
+        labels = ("seen",)
+        seen: ClassVar[list[str]] = []
+
+        async def score(self, completion: str, **_: Any) -> SimpleNamespace:
+            self.seen.append(completion)
+            return SimpleNamespace(parts={}, failures={}, unusable=False, reward=0.0, error="")
+
+    marks = ("<|endoftext|>", "<s>")
+    template = replace(QWEN3, marks=(*marks, "<|im_end|>")) if special else replace(QWEN3, marks=marks)
+    tokenizer = replace(template, words=("<|im_start|>", "<|im_end|>") if not special else ()).tokenizer()
+    ends = end_tokens("no/model", tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(ends.added)) == ["<|im_end|>"]
+    pool = Pool(None, tokenizer, Scores(), None, SimpleNamespace(), ends=ends)  # type: ignore[arg-type]
+    for text, reason in (("360<|im_end|>", "stop"), ("360", "length"), ("360<|im_end|>24", "length")):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        done = Trajectory(0, 0, [4], ids, [1] * len(ids), [0.0] * len(ids), finish_reason=reason)
+        asyncio.run(pool.score(done, Prompt(0, (4,), {})))
+        passed = {"length/past_end": float("24" in text)} if reason == "length" else {}
+        assert {key: value for key, value in done.metrics.items() if key != "time/reward"} == passed
+    assert Scores.seen == ["360", "360", "36024" if special else "360<|im_end|>24"]
 
 
 def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(

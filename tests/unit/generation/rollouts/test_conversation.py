@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from generation.engine.sampling import SamplingSettings, response_budget, sample_seed
 from generation.rollouts.agent import Agent, tool_rollout
-from generation.rollouts.episode import PolicyLLM, encode_following
+from generation.rollouts.episode import PolicyLLM, RolloutSettings, encode_following
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
 from tests.support.scripted import END, Counting, ScriptedEngine, handle, merging_tokenizer, run, spelled
 from tests.support.small_tokenizer import small_tokenizer
+from tests.support.turn_templates import QWEN3
 from trainer.learning.groups import to_sample
 
 TOKENIZER = merging_tokenizer()
@@ -35,6 +36,35 @@ def agent(tokenizer: Any, replies: list[str], turns: int, **bounds: Any) -> Agen
 
     runner = ToolRunner(ToolLimits(**bounds), tokenizer)
     return Agent(runner, lambda text: [ToolCall("tool")], turns, tools_by_name([make_tool(tool)]))
+
+
+def test_a_turn_that_ends_with_a_stop_token_ends_once() -> None:
+    """The end of a turn need not be EOS: then it is one of the ids that end an answer."""
+    tokenizer = QWEN3.tokenizer(eos="<|endoftext|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    sampling = SamplingSettings(100, stop_token_ids=[end, tokenizer.eos_token_id])
+    rollout = RolloutSettings(1, sampling, policy_version=0, seed=1, step=2)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)["input_ids"]
+    answer = tokenizer("360", add_special_tokens=False)["input_ids"]
+    engine = ScriptedEngine(lambda ids, seed: [*answer, end])
+    llm = PolicyLLM(engine, tokenizer, rollout, 0, 0, prompt)  # type: ignore[arg-type]
+
+    async def two_turns() -> Trajectory:
+        chat = llm.conversation()
+        await chat.sample(sampling)
+        assert chat.answer == "360" and chat.finish_reason == "stop"
+        chat.add([{"role": "user", "content": "more"}])
+        await chat.sample(sampling)
+        return chat.trajectory()
+
+    done = asyncio.run(two_turns())
+    first, second = engine.prompts
+    assert second[: len(first) + 4] == [*first, *answer, end]
+    following = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(second[len(first) + 4 :]) == following
+    assert [token for token, trained in zip(done.response_ids, done.loss_mask, strict=True) if trained] == [
+        *answer, end, *answer, end,
+    ]  # fmt: skip
 
 
 @limits(max_examples=60, deadline=None)

@@ -12,8 +12,9 @@ import torch
 
 from generation.trajectory import Trajectory, by_episode
 from tests.support.learning_steps import TablePolicy, as_answers, as_step, make_config, on_ranks, random_step
+from trainer.commands.tiny_model import make_tokenizer
 from trainer.learning import Learner
-from trainer.learning.answer_rows import Watched, answer_rows, token_rows
+from trainer.learning.answer_rows import Watched, answer_rows, shown_text, token_rows
 from trainer.learning.answers import Answer
 
 TEMPERATURE = 0.7
@@ -87,6 +88,29 @@ def test_rows_have_texts_and_numbers_that_json_can_express() -> None:
         "prompt_id": 12, "sample": 3, "reward": 0.5, "tokens": [" a", "b"], "gap": [0.1235, None],
         "entropy": [1.0, None],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "shown"),
+    [
+        ("360<|im_end|>", "1111", "360"),
+        ("360", "111", "360"),
+        ("360<|im_end|>24<|im_end|>", "1111111", "360<|im_end|>24"),
+        ("<|im_start|>1<|endoftext|>", "111", "<|im_start|>1"),
+        ("1<|im_end|>\n<|im_start|>user\n2<|im_end|>", "11000011", "1\nuser\n2"),  # turns, and what lies between them
+        ("1<|im_end|>3<|im_end|>\n2<|im_end|>", "1111011", "1<|im_end|>3\n2"),
+    ],
+)
+def test_special_tokens_before_the_end_of_an_answer_are_shown(ids: str, mask: str, shown: str) -> None:
+    tokenizer = make_tokenizer()
+    tokens = tokenizer(ids, add_special_tokens=False)["input_ids"]
+    sampled = [int(letter) for letter in mask]
+    assert len(tokens) == len(sampled)
+    trajectory = Trajectory(0, 0, [1], tokens, sampled, [-1.0 * trained for trained in sampled])
+    trajectory.text = tokenizer.decode(tokens, skip_special_tokens=True)  # rewards see no special tokens
+    assert shown_text(trajectory, tokenizer) == shown
+    trajectory.decoded = trajectory.text = "the rollout's own text"
+    assert shown_text(trajectory, tokenizer) == "the rollout's own text"
 
 
 def test_an_answer_with_tools_is_shown_in_pieces_by_author() -> None:

@@ -283,6 +283,15 @@ def test_rollout_metrics_count_rewards_lengths_and_failures() -> None:
     assert rollout_metrics(as_answers([failed]))["reward/mean"] == 0.0
 
 
+def test_the_share_of_cut_answers_that_went_on_after_an_end_is_a_mean() -> None:
+    rows = [Trajectory(0, n, [1], [5], [1], [-0.5], finish_reason="length" if n < 4 else "stop") for n in range(6)]
+    for row in rows[:4]:
+        row.metrics["length/past_end"] = float(row.sample_index == 2)
+    metrics = rollout_metrics(as_answers(rows))
+    assert metrics["length/past_end"] == 1 / 4 and metrics["length/truncated"] == 4 / 6
+    assert "length/past_end" not in rollout_metrics(as_answers(rows[4:]))
+
+
 def test_rollout_metrics_count_an_episode_once() -> None:
     """The last part of an episode of two stands for it; the other episode is short, and has no reward."""
     rows = [

@@ -56,6 +56,7 @@ def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) ->
         ),
         ({"batch": {"prompts_per_step": 3}}, "batch.prompts_per_step = 32 (now 3)"),
         ({"run": {"seed": 3}}, "run.seed = 0 (now 3)"),
+        ({"sampling": {"stop_token_ids": [7]}}, "sampling.stop_token_ids = null (now [7])"),
         (
             {"reward": {"functions": [{"name": "numeric_match"}]}},
             'reward.functions = [{"name": "exact_match",',

@@ -96,12 +96,24 @@ FLAT = noisy(0.5, 0.5)
         (run([0.0] * 40, reward__std=0.0, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None), "reward, 0: "),
         (run(FLAT, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None), "in 40 of 40 steps no group had"),
         (run(FLAT, length__truncated=0.9), "90% of the answers were cut off at the length limit: raise sampling.max_"),
+        (
+            run(FLAT, length__truncated=0.9, length__past_end=0.6),
+            "90% of the answers were cut off at the length limit, and 60% of these went on after a token with which "
+            "the chat template ends a turn: name it in sampling.stop_token_ids, or set that to null",
+        ),
+        (
+            run(FLAT, length__truncated=0.9, length__past_end=0.4),
+            "90% of the answers were cut off at the length limit: raise sampling.max_",
+        ),
         (run(FLAT, skipped_steps=0.5), "20 of 40 updates were skipped"),
         (run(FLAT, lr=1e-6), "roughly how far Adam can move a weight, is 4e-05 (gradient norm 0.5)"),
         (run(FLAT, lr=0.0), "roughly how far Adam can move a weight, is 0 (gradient norm 0.5)"),
         (run(FLAT, grad_norm=0.0), "the gradient was 0 in every update"),
     ],
-    ids=["nothing", "failures", "constant", "no variance", "cut off", "skipped", "small lr", "no lr", "no gradient"],
+    ids=[
+        *("nothing", "failures", "constant", "no variance", "cut off", "no end", "long", "skipped"),
+        *("small lr", "no lr", "no gradient"),
+    ],
 )  # fmt: skip
 def test_each_cause_is_named_and_no_other(rows: Rows, cause: str) -> None:
     _, *causes = verdict(rows, RECIPE)
