@@ -64,8 +64,8 @@ class EndTokens:
         """Return the end tokens of a run that goes on from a checkpoint, whose answers ended at EOS and at `added`."""
         if tuple(added) == self.added:
             return self
-        names = _names(tokenizer, [*self.eos, *added])
-        chosen = _names(tokenizer, self.ids)
+        names = token_names(tokenizer, [*self.eos, *added])
+        chosen = token_names(tokenizer, self.ids)
         remark = (
             f"answers end with {names}, as they did before the checkpoint; in a new run they would end with {chosen} "
             "(sampling.stop_token_ids)"
@@ -103,8 +103,8 @@ def end_tokens(
         end = turn.end
         if end in remarks or {*turn.special} & {*eos, *added}:
             continue
-        name = _names(tokenizer, [end])
-        why = f"the chat template ends {turn.name} with it, and EOS is {_names(tokenizer, eos)}"
+        name = token_names(tokenizer, [end])
+        why = f"the chat template ends {turn.name} with it, and EOS is {token_names(tokenizer, eos)}"
         if within := next((other.name for other in turns if end in other.before), None):
             remarks[end] = (
                 f"answers do not end with {name}: {why}, but within {within} it writes it, too; "
@@ -204,6 +204,7 @@ def _eos_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _names(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> str:
+def token_names(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> str:
+    """Return tokens with their ids, such as <|im_end|> (2) and <|endoftext|> (0); "not set" if there are none."""
     names = [f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in ids]
     return shortened(" and ".join(names), 120) or "not set"

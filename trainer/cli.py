@@ -156,6 +156,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     from trainer.chat_template import end_tokens, unread_keys
     from trainer.checks import check_model, check_teacher
     from trainer.data import load_held_out, load_prompts, load_tokenizer
+    from trainer.data.summary import prompt_lines
     from trainer.distributed import say
     from trainer.engines import processor_arguments
     from trainer.rewards.trial import check_rewards
@@ -176,12 +177,17 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     tokenizer = load_tokenizer(config.model)
     level = RolloutLevel(config, tokenizer)
     data, images = rewards.columns(level.data), level.image_rules
-    datasets = {data.path: load_prompts(data, tokenizer, images)}
+    prompts = load_prompts(data, tokenizer, images)
     ends = end_tokens(config.model.path, tokenizer, data, config.sampling.stop_token_ids)
     for line in (*unread_keys(tokenizer, data), *ends.remarks):
         say(line)
-    for name, dataset in config.eval.datasets.items() if config.eval.every else ():
-        datasets[f"eval.datasets.{name}"] = load_held_out(dataset, data, tokenizer, images)
+    held_outs = {
+        name: load_held_out(dataset, data, tokenizer, images)
+        for name, dataset in (config.eval.datasets.items() if config.eval.every else ())
+    }
+    for line in prompt_lines(prompts, held_outs, tokenizer):
+        say(line)
+    datasets = {data.path: prompts} | {f"eval.datasets.{name}": held_outs[name] for name in held_outs}
     for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
         say(line)
     check_model(config)

@@ -18,6 +18,7 @@ from trainer.config.placement import engine_workers
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.data import PromptDataset, load_prompts, load_tokenizer
+from trainer.data.summary import prompt_lines
 from trainer.engines import fetch_model, processor_arguments, rank_device, start_server, stop_engine
 from trainer.evaluation import load_held_outs
 from trainer.restarts import EngineRestarts
@@ -101,6 +102,9 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     for line in (*unread_keys(tokenizer, level.data), *ends.remarks):
         screen.note(line)
     held_outs = load_held_outs(config, level, tokenizer, ends.ids) if config.eval.every else []
+    if is_main():
+        for line in prompt_lines(prompts, {held_out.name: held_out.prompts for held_out in held_outs}, tokenizer):
+            screen.note(line)
     datasets = {config.data.path: prompts}
     datasets |= {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in held_outs}
     with agreed("trying the rewards", among=EVERYBODY):

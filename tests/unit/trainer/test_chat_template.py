@@ -75,7 +75,7 @@ def test_an_end_that_the_template_writes_within_an_answer_is_not_added() -> None
 
 def test_a_call_that_comes_before_the_answer_keeps_its_end() -> None:
     text = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}<|im_end|>"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}<|im_end|>"
         "{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
     )
     added, ends = found(ChatTemplate(text, QWEN3.marks, "", ""), eos=BASE_EOS)
