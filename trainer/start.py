@@ -96,6 +96,8 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     level.data = rewards.columns(level.data)
     prompts = load_prompts(level.data, tokenizer, level.image_rules)
     screen.note(f"{len(prompts)} prompts from {config.data.path}, {prompts.dropped} too long and left out")
+    for remark in prompts.remarks:
+        screen.note(remark)
     identity = run_identity(config, prompts.fingerprint, tokenizer)
     checkpoint, state = find_checkpoint(config, identity)
     ends = settle_ends(config, tokenizer, level.data, state, resumes=checkpoint is not None)

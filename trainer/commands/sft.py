@@ -70,6 +70,8 @@ class SftRun:
         ends = end_tokens(config.model.path, self.tokenizer, config.data, config.sampling.stop_token_ids)
         for line in (*unread_keys(self.tokenizer, config.data), *ends.remarks):
             self.screen.note(line)
+        for remark in self.transcripts.remarks:
+            self.screen.note(remark)
         held_out = config.eval.datasets if config.eval.every else {}
         self.held_out = {
             name: load_transcripts(config, self.tokenizer, dataset).samples for name, dataset in held_out.items()

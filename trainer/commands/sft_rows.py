@@ -6,7 +6,7 @@ messages) with its completion in `sft.completion_key`.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from generation.messages import CleanMessage, clean_messages, messages_in, plain
 from trainer.chat_template import end_tokens
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.data import (
+    Remarks,
     RenderedRow,
     RowReader,
     check_preferences,
@@ -60,6 +61,7 @@ class Transcripts:
 
     samples: list["Transcript"]
     dropped: int
+    remarks: list[str] = field(default_factory=list)
 
     def fingerprint(self) -> str:
         """A digest of all tokens and masks; a position in the data is valid only in data with the same digest."""
@@ -81,16 +83,18 @@ def load_transcripts(
     """
     samples = []
     dropped = 0
+    path = config.data.path if held_out is None else held_out.path
+    remarks = Remarks(path)
     for row in transcript_rows(config, tokenizer, held_out):
+        remarks.add(row)
         if row.dropped:
             dropped += 1
         else:
             samples.append(_transcript(row))
     if not samples:
-        path = config.data.path if held_out is None else held_out.path
         limit = config.data.max_prompt_tokens + config.sft.max_tokens
         raise UserError(f"every row of {path} has over {limit} tokens or no assistant turn: raise sft.max_tokens")
-    return Transcripts(samples, dropped)
+    return Transcripts(samples, dropped, remarks.lines())
 
 
 def transcript_rows(

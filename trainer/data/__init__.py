@@ -14,11 +14,12 @@ from trainer.data.prompts import (
     prompt_rows,
     take,
 )
-from trainer.data.rows import RenderedRow, RowReader, column_value, in_chunks, row_reader
+from trainer.data.rows import Remarks, RenderedRow, RowReader, column_value, in_chunks, row_reader
 
 __all__ = [
     "Prompt",
     "PromptDataset",
+    "Remarks",
     "RenderedRow",
     "RowReader",
     "check_preferences",

@@ -14,7 +14,7 @@ from generation.messages import CleanMessage, plain_ids
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.data.files import load_rows
 from trainer.data.images import encoded_images, messages_and_images, row_images, stored_images
-from trainer.data.rows import RenderedRow, RowReader, column_value, in_chunks, row_reader
+from trainer.data.rows import Remarks, RenderedRow, RowReader, column_value, in_chunks, row_reader
 from trainer.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ class Prompt:
 class PromptDataset(list[Prompt]):
     """The prompts that are not too long, and the endless sequence in which training takes them."""
 
-    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
+    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0, remarks: Sequence[str] = ()) -> None:
         super().__init__(prompts)
         self.dropped = dropped  # number of prompts that were too long
+        self.remarks = remarks  # sentences on what is suspicious in the rows
         digest = hashlib.blake2b(digest_size=16)
         for prompt in prompts:
             parts = [prompt.id, prompt.token_ids, prompt.row, *(image.digest for image in prompt.images)]
@@ -113,14 +114,16 @@ def _usable(rendered: Iterable[RenderedRow], path: str, most: int) -> PromptData
     """Return the prompts that are not dropped. Raises UserError if all are."""
     prompts = []
     dropped = 0
+    remarks = Remarks(path)
     for row in rendered:
+        remarks.add(row)
         if row.dropped:
             dropped += 1
         else:
             prompts.append(Prompt(row.index, row.token_ids, row.row, row.images, row.image_spans, row.reader))
     if not prompts:
         raise UserError(f"all {dropped} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
-    return PromptDataset(prompts, dropped)
+    return PromptDataset(prompts, dropped, remarks.lines())
 
 
 def prompt_rows(

@@ -80,6 +80,27 @@ def in_chunks(
         yield chunk
 
 
+@dataclass
+class Remarks:
+    """The remarks on the rows of the data at `path`, each with its first row and the number of its rows."""
+
+    path: str
+    rows: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, row: RenderedRow) -> None:
+        """Note the remarks on a row."""
+        for remark in row.remarks:
+            first, count = self.rows.get(remark, (row.index, 0))
+            self.rows[remark] = [first, count + 1]
+
+    def lines(self) -> list[str]:
+        """Return a sentence for each remark."""
+        lines = []
+        for remark, (first, count) in self.rows.items():
+            lines.append(f"row {first} of {self.path} {remark} ({count} such rows)")
+        return lines
+
+
 @dataclass(frozen=True)
 class RowReader:
     """Reads what the rows of one dataset say to the model. Its methods raise ValueError with a sentence about the row
