@@ -39,6 +39,7 @@ def test_each_check_ends_by_its_deadline_and_leaves_a_line_and_a_log(
         check("late", "-c", "", seconds=10_000),
     )
     monkeypatch.setattr(try_gpu, "CHECKS", checks)
+    monkeypatch.setattr(try_gpu, "LEAST_SECONDS", 60)
     monkeypatch.setattr(try_gpu, "PROBE", f"print({json.dumps(json.dumps(FACTS | {'gpu': False}))})")
     arguments = argparse.Namespace(names=[], minutes=60, cpu=True, output=tmp_path)
     assert try_gpu.main(arguments) == 1
