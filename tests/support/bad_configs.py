@@ -230,7 +230,7 @@ class Folder:
                 (self.folder / name).unlink()
             for name, content in before.items():
                 (self.folder / name).write_bytes(content)
-            for name in [name for name in sys.modules if name.startswith("code_")]:
+            for name in [name for name in sys.modules if name.startswith("beside_")]:
                 del sys.modules[name]
 
     def _filled(self, key: str, value: Any) -> Any:

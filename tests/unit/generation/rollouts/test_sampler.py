@@ -343,7 +343,7 @@ def test_processors_reach_the_engine_in_the_form_it_takes() -> None:
     [
         ("no_colon", "write pkg.mod:Name or path/file.py:Name"),
         ("gone/file.py:Name", "there is no file gone/file.py"),
-        ("no.such.module:Name", "importing it raised ModuleNotFoundError"),
+        ("no.such.module:Name", "there is no module no: install the package"),
         ("math:gone", "math has no 'gone'"),
         ("math:pi", "neither a class of processors nor a function"),
         ({"qualname": "math.sin", "args": [1]}, "arguments come with requests, in extra_args"),

@@ -154,7 +154,11 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is unknown: did you mean exact_match?"),
     "reward file missing": (nothing, reward("{0}/absent.py:f"), "there is no file {0}/absent.py"),
     "reward function missing": (nothing, reward("{0}/rewards.py:god"), "has no 'god'; did you mean good?"),
-    "reward fails to import": (nothing, reward("{0}/broken.py:f"), "No module named 'a_module_that_is_not_there'"),
+    "reward fails to import": (
+        nothing,
+        reward("{0}/broken.py:f"),
+        "{0}/broken.py, line 1, imports a_module_that_is_not_there, which is neither installed nor in {0}: install",
+    ),
     "reward asks for too much": (nothing, reward("{0}/rewards.py:greedy"), "asks for 'teacher'"),
     "reward gets too much": (nothing, reward("{0}/rewards.py:good", depth="3"), "takes no argument 'depth'"),
     "invalid regex": (nothing, reward("format_regex", pattern="(["), "pattern '([' is not a regular expression"),
