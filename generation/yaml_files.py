@@ -6,7 +6,8 @@
       max_num_seqs: ${MAX_SEQS:64}           # the environment variable MAX_SEQS if it is set, else 64
 
 A value is read as YAML, even if it comes from the environment: `${NAME:[1, 2]}` is a list, `${NAME:}` is null. Within
-a longer text it is inserted unchanged. OmegaConf interprets everything else that begins with `${`.
+a longer text it is inserted unchanged. `${NAME}` in capitals is short for OmegaConf's `${oc.env:NAME}`, and OmegaConf
+interprets everything else that begins with `${`.
 """
 
 import os
@@ -22,9 +23,12 @@ from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
 
+from generation.paths import UnsetVariable, expanded
+
 INCLUDES = "includes"
 
 _MOST_CHARACTERS, _LEAST_CHARACTERS = 2**20, 2**9  # that all interpolations may insert; that each one counts for
+_IN_CAPITALS = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 
 
@@ -39,7 +43,7 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
-    """Return a value of plain containers with every `${NAME:default}` in it replaced."""
+    """Return a value of plain containers with every `${NAME:default}` replaced, and `${NAME}` made `${oc.env:NAME}`."""
     if isinstance(value, dict):
         return {key: fill_defaults(inner, environ) for key, inner in value.items()}
     if isinstance(value, list):
@@ -48,7 +52,8 @@ def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
         return value
     if complete := _DEFAULT.fullmatch(value):
         return _typed(environ.get(complete[1], complete[2]), complete[1])
-    return _DEFAULT.sub(lambda match: environ.get(match[1], match[2]), value)
+    value = _DEFAULT.sub(lambda match: environ.get(match[1], match[2]), value)
+    return _IN_CAPITALS.sub(r"${oc.env:\1}", value)
 
 
 class _CountingVisitor(GrammarVisitor):
@@ -125,7 +130,11 @@ def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Pa
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: {key} is {names!r}, but should be a list of files")
-    parts = [_read(path.parent / name, (*above, path)) for name in names]
+    try:
+        files = [path.parent / expanded(name) for name in names]
+    except UnsetVariable as error:
+        raise ValueError(f"{path}: {key}: {error}") from error
+    parts = [_read(file, (*above, path)) for file in files]
     try:
         merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, section]))
     except OmegaConfBaseException as error:

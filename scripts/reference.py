@@ -86,6 +86,7 @@ def configuration() -> str:
         "# Configuration",
         NOTE,
         "A recipe is a YAML file with the sections below. `--section.key value` overrides a key on the command line. "
+        "In paths, `~`, `$NAME` and `${NAME}` are replaced as a shell does it; a run's files have them as written. "
         "NAME stands for a name of your choice and N for an index in a list. `hotbunk schema` prints the same as a "
         "JSON Schema, with which editors complete keys. The [tutorial](tutorial.md) begins with a recipe of 11 lines.",
     ]

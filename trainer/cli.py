@@ -31,7 +31,7 @@ from trainer.config.machine import check_torch_libraries, resolve_device
 from trainer.config.model_file import needs_torchvision
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
-from trainer.config.section import OneOf
+from trainer.config.section import OneOf, path_argument
 from trainer.config.suggestions import closest, suggestion
 from trainer.errors import UserError, exit_sentence, quoted
 from trainer.rewards import RewardPool
@@ -136,7 +136,8 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
 def _uses_images(argv: Sequence[str]) -> bool:
     """Returns True if a recipe, a run or a model among the arguments uses images, or code that reads them."""
     words, overrides = split_overrides(list(argv))
-    for path in map(Path, words[1:]):  # some may not be paths, such as a long --prompt
+    for word in words[1:]:  # some may not be paths, such as a long --prompt
+        path = Path(os.path.expandvars(os.path.expanduser(word)))
         recipe = path / "config.yaml" if os.path.isdir(path) else path
         if needs_torchvision(str(path)):
             return True
@@ -293,7 +294,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.add_argument("recipe", type=Path, help="YAML file")
+        command.add_argument("recipe", type=path_argument, help="YAML file")
         command.add_argument("--dry-run", action="store_true", help="check, print the resolved recipe and stop")
         command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")

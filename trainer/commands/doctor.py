@@ -33,6 +33,7 @@ from trainer.config.machine import (
 )
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
+from trainer.config.section import path_argument
 from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.estimates.memory import COLUMNS, GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
@@ -102,10 +103,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Check wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy, by "
         "a tiny model. Results are shown as a table and written to a file. The exit code is 1 if anything failed."
     )
-    parser.add_argument("recipe", nargs="?", type=Path, help="recipe to check against the machine, too")
+    parser.add_argument("recipe", nargs="?", type=path_argument, help="recipe to check against the machine, too")
     parser.add_argument("--facts", action="store_true", help="run no trials: this takes seconds instead of minutes")
     parser.add_argument("--ranks", type=int, help="ranks of the largest trial; 2 tries tensor parallelism on CPU, too")
-    parser.add_argument("--output", type=Path, help="results file (default: doctor.json in a new temporary folder)")
+    parser.add_argument(
+        "--output", type=path_argument, help="results file (default: doctor.json in a new temporary folder)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from trainer.config.checks import check_config
 from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
 from trainer.config.schema import HeldOutConfig, TrainConfig
+from trainer.config.section import path_argument
 from trainer.data import load_tokenizer
 from trainer.distributed import say
 from trainer.engines import engine_settings, on_checkpoint, start_server
@@ -49,8 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hotbunk train --help lists them."
     )
     add_model_arguments(parser)
-    parser.add_argument("recipe", nargs="?", type=Path, help="YAML file (default: the recipe of the run)")
-    parser.add_argument("--output", type=Path, help="output folder (default: MODEL/eval for a run, or runs/eval/MODEL)")
+    parser.add_argument("recipe", nargs="?", type=path_argument, help="YAML file (default: the recipe of the run)")
+    parser.add_argument(
+        "--output", type=path_argument, help="output folder (default: MODEL/eval for a run, or runs/eval/MODEL)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from trainer.commands.exporting import export
 from trainer.config.checks import COMPLETE_MARKER
 from trainer.config.model_file import model_config
 from trainer.config.schema import ModelConfig
+from trainer.config.section import expanded_argument
 from trainer.data import load_tokenizer
 from trainer.engines import on_checkpoint
 from trainer.errors import UserError
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that choose a model for `model_folder`."""
-    parser.add_argument("model", help="folder of a run, a checkpoint or a model, or a hub name")
+    parser.add_argument("model", type=expanded_argument, help="folder of a run, a checkpoint or a model, or a hub name")
     step = "use the checkpoint of this step (default: the run's result, or its newest checkpoint)"
     parser.add_argument("--step", type=int, help=step)
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from generation.engine.devices import cuda_problem
+from trainer.config.section import path_argument
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS
 from trainer.run.screen import Progress, own_command
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write recipe.yaml, reward.py and data.jsonl to a folder. The recipe can be trained at once, and all three are "
         "meant to be changed. Without --model a tiny model is made, too, which trains on two CPU cores in a minute."
     )
-    parser.add_argument("folder", type=Path, help="folder for the files; it may exist, but not the files")
+    parser.add_argument("folder", type=path_argument, help="folder for the files; it may exist, but not the files")
     parser.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
     kind = "kind of GPU that the recipe for --model is to fit (default: this machine's, if it has one)"
     parser.add_argument("--gpu", choices=GPUS, help=kind)

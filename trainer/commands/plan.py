@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from rich.console import RenderableType
@@ -20,6 +19,7 @@ from trainer.config.placement import engine_workers, generating_ranks, training_
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
+from trainer.config.section import path_argument
 from trainer.config.slices import oldest_age, prompts_ahead
 from trainer.config.ways import local_ranks, with_chosen_way
 from trainer.errors import UserError
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show ranks, engines, the sizes of a step and the memory of a device, calculated from the model's config.json "
         "without loading weights or data. Problems of the recipe are printed last, and the exit code is then 2."
     )
-    parser.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
+    parser.add_argument("recipe", type=path_argument, help="YAML file; keys are overridden by --section.key value")
     parser.add_argument("--ranks", type=int, help="number of ranks to plan for (default: $WORLD_SIZE, or 1)")
     kind = "kind of GPU to plan for; a cost model then estimates the seconds of a step"
     parser.add_argument("--gpu", choices=GPUS, help=kind)

@@ -1,7 +1,6 @@
 """`hotbunk report`: write a page about a run, finished or not, for a browser."""
 
 import argparse
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +8,7 @@ from rich.text import Text
 from trainer.commands.report_page import page
 from trainer.commands.report_record import figures, read_record, remarks, state
 from trainer.commands.report_watch import watch
+from trainer.config.section import path_argument
 from trainer.run.records import write_whole
 from trainer.run.screen import make_console
 from trainer.run.verdict import verdict
@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write report.html to a run's folder, whether the run is finished or not. It has curves, times, memory, "
         "answers and their tokens, and the recipe, in one file that a browser opens without a network."
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run; more are compared with it")
+    parser.add_argument(
+        "runs", type=path_argument, nargs="+", metavar="RUN", help="folder of a run; more are compared with it"
+    )
     parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the run")
     parser.add_argument("--port", type=int, default=8001, help="port of --watch; 0: a free one (default: 8001)")
 

@@ -15,7 +15,7 @@ from trainer.algorithms.aggregation import AGGREGATIONS
 from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.losses import LEVELS, LOSSES
 from trainer.algorithms.records import Advantage, Loss, Record
-from trainer.config.section import NotNegative, OneOf, Portion, Positive, Section, Share, Size, Softness, Text, key
+from trainer.config.section import Location, NotNegative, OneOf, Portion, Positive, Section, Share, Size, Softness, key
 from trainer.errors import UserError
 
 R = TypeVar("R", bound=Record)
@@ -106,7 +106,7 @@ class AlgorithmConfig(Section):
     advantage: Annotated[str, OneOf(ADVANTAGES, custom=True)] = key(
         "group", "how rewards become advantages; or your own function"
     )
-    teacher: Text | None = key(None, "model with the same tokenizer to learn from (advantage: distill)")
+    teacher: Location | None = key(None, "model with the same tokenizer to learn from (advantage: distill)")
     normalize_std: bool = key(True, "divide a group's advantages by their standard deviation (advantage: group)")
     combine_rewards: Literal["sum", "normalize_then_sum"] = key(
         "sum", "how the rewards of several functions are combined",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from generation.paths import UnsetVariable, expanded
 from generation.yaml_files import fill_defaults, first_line, read_yaml, resolve
 from trainer.config.accelerate import policy_keys
 from trainer.config.algorithm import PRESET_KEYS
@@ -62,7 +63,10 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     policy = values.get("policy")
     file = policy.get("accelerate_config") if isinstance(policy, dict) else None
     if isinstance(policy, dict) and isinstance(file, str | int | float) and file != "":  # the schema refuses ""
-        values["policy"] = policy_keys(Path(str(file))) | policy
+        try:
+            values["policy"] = policy_keys(Path(expanded(str(file)))) | policy
+        except UnsetVariable as error:
+            raise UserError(f"policy.accelerate_config: {error}") from error
     _name_tasks(values)
     secrets = dict(_from_environment(unresolved, values))
     try:
@@ -120,7 +124,9 @@ def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
         overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
         return overridden, resolve(overridden)
     except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{recipe}: {first_line(error)}") from error
+        key = getattr(error, "full_key", None)
+        reason = f"{key}: {first_line(error)}" if key else first_line(error)
+        raise UserError(f"{recipe}: {reason}") from error
 
 
 def sentences(error: ValidationError, values: Any, public: Any = None) -> list[str]:

@@ -19,6 +19,7 @@ from trainer.config.section import (
     Count,
     Dtype,
     KeyPath,
+    Location,
     Mebibytes,
     Name,
     Natural,
@@ -35,6 +36,7 @@ from trainer.config.section import (
     Size,
     Temperature,
     Text,
+    Word,
     key,
     known,
     replaced,
@@ -47,7 +49,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^([\w-][\w.-]*)?$", max_length=200)] = key(
         "", "folder below output_dir; empty: the recipe's file name"
     )
-    output_dir: Path = key(Path("runs"), "folder that holds the folders of runs")
+    output_dir: Location = key("runs", "folder that holds the folders of runs")
     seed: Seed = key(0, "seed of the prompt order and, with step, prompt and sample index, of every sample")
     steps: Count = key(100, "rollout-and-update steps to train for, including those before a resume")
     step_deadline_s: Seconds = key(1800, "seconds a step may take; after that, stacks are printed and the run ends")
@@ -62,14 +64,14 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         """The folder that holds everything the run writes."""
-        return self.output_dir / self.name
+        return Path(self.output_dir) / self.name
 
 
 class ModelConfig(Section):
     """The model to train."""
 
-    path: Text = key(..., "folder in Hugging Face format (config.json, safetensors), or a hub name")
-    tokenizer: Text | None = key(None, "folder or hub name of the tokenizer; null: the model's own")
+    path: Location = key(..., "folder in Hugging Face format (config.json, safetensors), or a hub name")
+    tokenizer: Location | None = key(None, "folder or hub name of the tokenizer; null: the model's own")
     attn_implementation: Text = key("sdpa", "attention implementation of Transformers that the trainer uses")
     trust_remote_code: bool = key(False, "run model code that comes with the checkpoint")
     routes: Literal["own", "recorded", "engine"] = key(
@@ -82,7 +84,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Training prompts, and the columns that training and evaluation data share."""
 
-    path: Text = key(..., "jsonl or parquet file, a folder of them, a hub name, or reasoning_gym:NAME?size=1000")
+    path: Location = key(..., "jsonl or parquet file, a folder of them, a hub name, or reasoning_gym:NAME?size=1000")
     subset: Text | None = key(None, "configuration of a hub dataset, such as main")
     split: Text = key("train", "split of a folder or hub dataset; slices such as train[:1000] work")
     prompt_key: Text = key("prompt", "column with the prompt: a string, or a list of messages")
@@ -119,7 +121,7 @@ class SamplingConfig(Section):
 class HeldOutConfig(Section):
     """One evaluation dataset. A key that is null takes the value that `data` or `eval` has for all of them."""
 
-    path: Text = key(..., "dataset, as in data.path")
+    path: Location = key(..., "dataset, as in data.path")
     subset: Text | None = key(None, "configuration of a hub dataset")
     split: Text = key("train", "split, as in data.split")
     size: Count | None = key(None, "number of prompts to use, from the first on; null: all")
@@ -236,7 +238,7 @@ class SyncConfig(Section):
 class PolicyConfig(Section):
     """The sharded policy and its optimizer. Master weights are always float32."""
 
-    accelerate_config: Text | None = key(
+    accelerate_config: Location | None = key(
         None,
         "Accelerate's YAML file; its sharding, precision, offloading and checkpointing apply to keys that are not set",
     )
@@ -348,7 +350,7 @@ class CriticConfig(Section):
     shared: bool = key(
         False, "a value head on the policy's trunk, trained with the policy's loss, in place of a separate model"
     )
-    path: Text | None = key(
+    path: Location | None = key(
         None, "model or reward model (one label) that a separate model starts from; null: model.path"
     )
     lr: Rate = key(1e-5, "peak learning rate of a separate model")
@@ -425,7 +427,7 @@ class ProcessesConfig(Section):
 class ClientConfig(ProcessesConfig):
     """An agent that runs in a Python of its own, with PATH, HOME, LANG and `env` (docs/rollouts.md)."""
 
-    command: list[Text] = Field(min_length=1, description="program and arguments, such as [venv/bin/python, agent.py]")
+    command: list[Word] = Field(min_length=1, description="program and arguments, such as [venv/bin/python, agent.py]")
 
 
 class VerifiersConfig(ProcessesConfig):
@@ -433,14 +435,14 @@ class VerifiersConfig(ProcessesConfig):
 
     environment: Text = key(..., "id of the taskset")
     args: dict[str, Any] = key({}, "settings of the environment, as below [env] in verifiers' recipes")
-    python: Text = key(..., "Python in which verifiers and the environment are installed, such as venv/bin/python")
+    python: Location = key(..., "Python in which verifiers and the environment are installed, such as venv/bin/python")
     tasks: Count = key(10_000, "number of tasks to use, from the first on")
 
 
 class McpServerConfig(Section):
     """An MCP server whose tools the policy may call: a command to start, or an address."""
 
-    command: list[Text] = key([], "program and arguments; the process gets PATH, HOME and the like, and `env`")
+    command: list[Word] = key([], "program and arguments; the process gets PATH, HOME and the like, and `env`")
     url: Text | None = key(None, "address of a server that runs already (streamable HTTP)")
     env: dict[str, str] = key({}, "further environment variables of the command")
     session: Literal["trajectory", "shared"] = key(
@@ -548,7 +550,7 @@ class CheckpointConfig(Section):
         600,
         "seconds to wait for space on a full disk, or for a lost mount, before the run ends; at most half a deadline",
     )
-    resume: Text = key("auto", "auto: from the run's newest complete checkpoint, if any; none; or from a path")
+    resume: Location = key("auto", "auto: from the run's newest complete checkpoint, if any; none; or from a path")
     resume_anyway: list[str] = key(
         [], "keys or sections that may differ from the checkpoint's, out of those that resuming compares"
     )

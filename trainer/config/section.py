@@ -5,12 +5,15 @@ somewhere, and a number below 1e-20 is as good as 0 in float32.
 """
 
 import difflib
+import os
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,8 +24,11 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainSerializer,
 )
 from pydantic_core import CoreSchema, core_schema
+
+from generation.paths import UnsetVariable, expanded
 
 _LARGEST = 1e9
 
@@ -74,6 +80,46 @@ def _zero_or_enough(value: float) -> float:
     return value
 
 
+class _Location(str):
+    """A path in which `~` and variables are replaced."""
+
+    written: str  # the path as the recipe has it
+
+
+def _located(value: str) -> str:
+    try:
+        path = _Location(expanded(value))
+    except UnsetVariable as error:
+        raise ValueError(f"should name variables that exist: {error}") from error
+    path.written = value
+    return value if path == value else path
+
+
+def expanded_argument(text: str) -> str:
+    """Return an argument of a command, a path or a hub name, with `~` and variables replaced, as argparse's `type`."""
+    try:
+        return expanded(text)
+    except UnsetVariable as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def path_argument(text: str) -> Path:
+    """Return the path that an argument of a command names, as argparse's `type`."""
+    return Path(expanded_argument(text))
+
+
+def _as_written(value: str) -> str:
+    return value.written if isinstance(value, _Location) else value
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _word(value: str) -> str:
+    return value if any(map(str.isspace, value)) else _located(value)
+
+
 _NUMBER = BeforeValidator(_not_bool)
 Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
 Natural = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
@@ -93,6 +139,12 @@ Temperature = Annotated[float, Field(ge=0, le=2), _NUMBER, AfterValidator(_zero_
 Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]  # 1e6 s are eleven days; sockets count milliseconds in 32 bits
 CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # for one call of user code
 Text = Annotated[str, Field(min_length=1)]
+Location = Annotated[
+    Text, BeforeValidator(_text), AfterValidator(_located), PlainSerializer(_as_written, when_used="json")
+]
+"""A path, or another text without `~` and `$`. A run's files have it as written, so that they suit other machines."""
+Word = Annotated[Text, AfterValidator(_word), PlainSerializer(_as_written, when_used="json")]
+"""A word of a command: a `Location`, unless it has white space, as a shell's script has."""
 Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
 Dtype = Literal["float32", "bfloat16"]
 
