@@ -22,7 +22,7 @@ from trainer.estimates.model_sizes import model_sizes, shards_of
 from trainer.model_structure import freeze
 from trainer.policy.attention import branching_obstacle, require_packing, require_sharing
 from trainer.policy.experts import require_experts
-from trainer.policy.hf_format import build_meta_model
+from trainer.policy.hf_format import build_meta_model, require_tensors
 from trainer.policy.lora import add_adapters, left_out
 from trainer.policy.optimizers import try_optimizer
 from trainer.policy.routing import asked_routers
@@ -59,6 +59,8 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
+            if os.path.isdir(path):
+                require_tensors(model, Path(path))
             if config.lora.rank:
                 for line in left_out(model, config.lora):
                     say(line)

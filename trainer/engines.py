@@ -21,6 +21,7 @@ from sharding.ranks import EVERYBODY, rank, world_size
 from trainer.config.machine import resolve_device
 from trainer.config.placement import leads_engine, placement, training_ranks
 from trainer.config.schema import HeldOutConfig, TrainConfig
+from trainer.config.weight_files import require_trainable
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import processes
@@ -78,9 +79,12 @@ def processor_arguments(config: TrainConfig, on_cuda: bool) -> dict[str, Any]:
 
 
 def fetch_model(config: TrainConfig) -> None:
-    """Downloads the model on one rank of each machine, before engines start, whose start has a deadline."""
+    """Downloads the model on one rank of each machine, before engines start, whose start has a deadline.
+
+    Raises UserError if its files cannot be used, as `check_config` does for a folder.
+    """
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        resolve_folder(config.model.path)
+        require_trainable(resolve_folder(config.model.path))
 
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:

@@ -27,6 +27,7 @@ from trainer.config.checks import COMPLETE_MARKER
 from trainer.config.model_file import model_config
 from trainer.config.schema import ModelConfig
 from trainer.config.section import expanded_argument
+from trainer.config.weight_files import stored_tensors
 from trainer.data import load_tokenizer
 from trainer.engines import on_checkpoint
 from trainer.errors import UserError
@@ -127,10 +128,10 @@ def training_sampling(folder: Path) -> dict[str, Any]:
 def engine_settings(name: str, step: int | None = None) -> EngineSettings:
     """The settings of an engine for one conversation with a model (`model_folder`), in the model's dtype."""
     folder = model_folder(name, step)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} has no *.safetensors with a model's weights")
     try:
         config = model_config(str(folder))
+        if folder.is_dir():
+            stored_tensors(folder)
     except UserError as error:
         raise UserError(str(error).removeprefix("model.path: ")) from error
     dtype = "float32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bfloat16"

@@ -59,7 +59,6 @@ def main(arguments: argparse.Namespace) -> int:
     problems = find_problems(config, "train", os.environ | {"WORLD_SIZE": str(ranks)})
     if gpu is not None:
         problems = [problem for problem in problems if not problem.startswith("run.device")]
-    problems = [problem for problem in problems if "*.safetensors" not in problem]  # weights are not needed here
     if any(problem.startswith("model.path") for problem in problems):
         raise UserError(*problems)  # nothing can be calculated without the model's sizes
     config, _ = with_chosen_way(config, ranks, local_ranks(os.environ, ranks))

@@ -42,6 +42,7 @@ from trainer.config.prefixes import check_prefixes
 from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.slices import check_slices
 from trainer.config.ways import check_way
+from trainer.config.weight_files import require_no_pointers, require_trainable, stored_tensors
 from trainer.errors import UserError, quoted
 
 COMPLETE_MARKER = "COMPLETE"
@@ -65,8 +66,14 @@ Command = Literal["train", "sft", "eval"]
 
 
 def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError with one sentence for each problem. Arguments are those of `find_problems`."""
-    if problems := find_problems(config, command, environ):
+    """Raises UserError with one sentence for each problem, those of the files of weights and tokenizers included.
+
+    Arguments are those of `find_problems`.
+    """
+    problems = find_problems(config, command, environ)
+    if not any(problem.startswith("model.path") for problem in problems):
+        problems += _check_files(config, command)
+    if problems:
         raise UserError(*problems)
 
 
@@ -110,6 +117,31 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
         problems += _check_run(config)
         problems += check_way(config, ranks, environ)
     return [*problems, *_check_model(config, command, environ)]
+
+
+def _check_files(config: TrainConfig, command: Command) -> Iterator[str]:
+    """Checks the files of models that are folders here; `fetch_model` checks those of a model from the hub."""
+    paths = {"model.path": config.model.path}
+    if command == "train" and config.algorithm.teacher is not None:
+        paths["algorithm.teacher"] = config.algorithm.teacher
+    if command == "train" and config.critic.path is not None and config.algorithm.advantage_record.takes("values"):
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        needs_head = command != "eval" and key != "critic.path"  # engines untie a head by themselves
+        check = require_trainable if needs_head else stored_tensors
+        try:
+            if key != "model.path":  # which `_check_model` has read
+                model_config(path)
+            if os.path.isdir(path):
+                check(Path(path))
+        except UserError as error:
+            yield from (f"{key}: {line.removeprefix('model.path: ')}" for line in error.args)
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and os.path.isdir(tokenizer):
+        try:
+            require_no_pointers(Path(tokenizer))
+        except UserError as error:
+            yield f"model.tokenizer: {error}"
 
 
 def _check_images(config: TrainConfig) -> Iterator[str]:
@@ -360,9 +392,6 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
     except UserError as error:
         yield str(error)
         return
-    folder = Path(config.model.path)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        yield f"model.path: {folder} holds no *.safetensors with the model's weights"
     if command == "train" and config.sync.way == "zero_copy":
         for key in filter(model.get, REPROCESSED_KEYS):  # experts are shuffled; weights of latent attention multiplied
             what = REPROCESSED_KEYS[key]
@@ -376,7 +405,8 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
         yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
     dtype, on_cpu = config.engine.dtype or config.policy.dtype, resolve_device(config) == "cpu"
     if on_cpu and model.get("model_type") in SELECTIVE_SCANS:
-        yield f"model.path: {folder} has Mamba-1 layers, for which vLLM has no CPU kernel: use a GPU or a Mamba-2 model"
+        kind = f"{config.model.path} has Mamba-1 layers"
+        yield f"model.path: {kind}, for which vLLM has no CPU kernel: use a GPU or a Mamba-2 model"
     if on_cpu and dtype == "float32" and model.get("linear_key_head_dim"):
         yield "engine.dtype is float32, but vLLM on CPU has gated delta rules in bfloat16 only: set it to bfloat16"
     yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from generation.engine.settings import imports_vision
 from trainer.config.recipe import sentences
+from trainer.config.weight_files import embedding, is_pointer, no_model, pointer_sentence, stored_tensors
 from trainer.errors import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
@@ -104,7 +106,9 @@ def model_config(path: str) -> dict[str, Any]:
             for model in (run / "model" for run in (folder, folder.parent, folder.parent.parent)):
                 if (model / "config.json").is_file():
                     raise UserError(f"model.path: {path} is a run, or a part of one: name its model, {model}")
-            raise UserError(f"model.path: {path} holds no config.json, so it is not a model in Hugging Face format")
+            raise UserError(f"model.path: {no_model(folder)}")
+    elif os.path.isfile(path):
+        raise UserError(f"model.path: {no_model(folder)}")
     elif HUB_NAME.fullmatch(path):
         file = _config_from_hub(path)
     else:
@@ -112,6 +116,8 @@ def model_config(path: str) -> dict[str, Any]:
     try:
         loaded = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
+        if is_pointer(file):
+            raise UserError(f"model.path: {pointer_sentence(file)}") from error
         raise UserError(f"model.path: {file} is not valid JSON: {error}") from error
     if isinstance(loaded, dict):
         shared = {key: loaded[key] for key in _OF_ALL_PARTS if key in loaded}
@@ -149,6 +155,20 @@ def _raw_config(path: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
+
+
+def embedding_rows(path: str) -> int | None:
+    """The number of tokens for which a model has an embedding: rows in its weights, or `vocab_size` without weights.
+
+    None if the files do not say it.
+    """
+    with suppress(UserError, OSError):
+        stored = embedding(stored_tensors(Path(path)))
+        if stored is not None:
+            return stored.shape[0]
+    loaded = _raw_config(path)
+    rows = (loaded.get("text_config") or loaded).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def position_limit(model: dict[str, Any]) -> int | None:

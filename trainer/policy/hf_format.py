@@ -278,6 +278,16 @@ def load_sharded(
     model.load_state_dict(state, assign=True)
 
 
+def require_tensors(model: PreTrainedModel, folder: Path) -> None:
+    """Raises UserError naming a tensor of the model that the checkpoint lacks or has in another shape."""
+    files = SafetensorsFolder(folder)
+    adopt_names(model, files.names)
+    for name, parameter in parameter_names(model).items():
+        if not is_adapter(name):
+            for view in checkpoint_views(model, name, parameter.shape):
+                files.stored(view)
+
+
 def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
     """A parameter like `parameter`, with this rank's rows as data, or with all rows if it is not sharded."""
     local: Tensor
@@ -311,7 +321,7 @@ class SafetensorsFolder:
 
     def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
         """The dtypes of the stored tensors."""
-        return {self._stored(view)[:0].dtype for view in views}
+        return {self.stored(view)[:0].dtype for view in views}
 
     def read(
         self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
@@ -323,7 +333,7 @@ class SafetensorsFolder:
         """
         result = torch.empty(end - begin, dtype=dtype, device=device)
         for view in views:
-            stored = self._stored(view)
+            stored = self.stored(view)
             size = math.prod(view.shape)
             first, last = max(begin, view.offset), min(end, view.offset + size)
             if first >= last:
@@ -338,14 +348,15 @@ class SafetensorsFolder:
             result[first - begin : last - begin].copy_(rows.reshape(-1))
         return result
 
-    def _stored(self, view: CheckpointView) -> Any:
+    def stored(self, view: CheckpointView) -> Any:
         """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike."""
         if view.name not in self._file_of:
             raise UserError(f"{self.folder} has no tensor {view.name}, which the model in its config.json needs")
         self.used.add(view.name)
         stored = self._handle(self._file_of[view.name]).get_slice(view.name)
         if (shape := stored.get_shape()) != list(view.shape):
-            raise UserError(f"{view.name} in {self.folder} has shape {shape}, the model needs {list(view.shape)}")
+            needed = f"but the model in its config.json needs {list(view.shape)}"
+            raise UserError(f"{view.name} in {self.folder} has shape {shape}, {needed}: correct the one or the other")
         return stored
 
     def _handle(self, file: str) -> safe_open:
