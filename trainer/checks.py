@@ -23,7 +23,7 @@ from trainer.model_structure import freeze
 from trainer.policy.attention import branching_obstacle, require_packing, require_sharing
 from trainer.policy.experts import require_experts
 from trainer.policy.hf_format import build_meta_model, require_tensors
-from trainer.policy.lora import add_adapters, left_out
+from trainer.policy.lora import add_adapters, left_out, require_start
 from trainer.policy.optimizers import try_optimizer
 from trainer.policy.routing import asked_routers
 
@@ -59,12 +59,14 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
-            if os.path.isdir(path):
+            if any(Path(path).glob("*.safetensors")):
                 require_tensors(model, Path(path))
             if config.lora.rank:
                 for line in left_out(model, config.lora):
                     say(line)
                 add_adapters(model, config.lora, dtype, "meta")
+                if config.lora.start is not None:
+                    require_start(model, Path(config.lora.start), path)
             freeze(model, config.policy.freeze)
             asked_routers(model, config.model.routes, balanced=config.algorithm.balance_coef > 0)
     except UserError:

@@ -156,7 +156,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     """
     from trainer.chat_template import end_tokens, unread_keys
     from trainer.checks import check_model, check_teacher
-    from trainer.data import load_held_out, load_prompts, load_tokenizer
+    from trainer.data import check_token_ids, load_held_out, load_prompts, load_tokenizer
     from trainer.data.summary import prompt_lines
     from trainer.distributed import say
     from trainer.engines import processor_arguments
@@ -189,6 +189,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     for line in prompt_lines(prompts, held_outs, tokenizer):
         say(line)
     datasets = {data.path: prompts} | {f"eval.datasets.{name}": held_outs[name] for name in held_outs}
+    check_token_ids(datasets, tokenizer, config.model)
     for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
         say(line)
     check_model(config)

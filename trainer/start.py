@@ -17,7 +17,7 @@ from trainer.config.machine import float32_products, resolve_device
 from trainer.config.placement import engine_workers
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.config.ways import local_ranks, with_chosen_way
-from trainer.data import PromptDataset, load_prompts, load_tokenizer
+from trainer.data import PromptDataset, check_token_ids, load_prompts, load_tokenizer
 from trainer.data.summary import prompt_lines
 from trainer.engines import fetch_model, processor_arguments, rank_device, start_server, stop_engine
 from trainer.evaluation import load_held_outs
@@ -109,6 +109,7 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
             screen.note(line)
     datasets = {config.data.path: prompts}
     datasets |= {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in held_outs}
+    check_token_ids(datasets, tokenizer, config.model)
     with agreed("trying the rewards", among=EVERYBODY):
         if is_main():
             for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):

@@ -6,15 +6,17 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sharding.ranks import is_main
+from sharding.ranks import is_main, rank
 from tests.support import policy_checks as checks
 from tests.support.deepspeed_checks import _collected
 from tests.support.gathering import sent
 from tests.support.row_advantages import advantage
-from trainer.build import weight_source
+from trainer.build import adapter_source, weight_source
+from trainer.config.adapter import adapter_keys
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
 from trainer.policy import Policy, make_policy
@@ -28,12 +30,12 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RATE, DECAY = 1e-3, 0.1
 
 
-def lora_policy(source: Path, backend: str, targets: Any = "all-linear") -> Policy:
+def lora_policy(source: Path, backend: str, targets: Any = "all-linear", lora: LoraConfig = LORA) -> Policy:
     """A policy with adapters under this backend."""
     zero = {"backend": "deepspeed", "zero_stage": int(backend[-1])} if backend != "fsdp" else {}
     settings = PolicyConfig(dtype="float32", lr=RATE, weight_decay=DECAY, max_grad_norm=1e9, **zero)  # type: ignore[arg-type]
     return make_policy(
-        ModelConfig(path=str(source)), settings, checks.CPU, 10, LORA.model_copy(update={"target_modules": targets})
+        ModelConfig(path=str(source)), settings, checks.CPU, 10, lora.model_copy(update={"target_modules": targets})
     )
 
 
@@ -120,6 +122,60 @@ def check_files(folder: Path, backend: str) -> None:
         assert_close({n: p.data for n, p in peft.get_peft_model_state_dict(adapted).items()}, reference.factors())
         merged = AutoModelForCausalLM.from_pretrained(target / "model", dtype=torch.float32)
         assert_close(dict(merged.named_parameters()), dict(adapted.merge_and_unload().named_parameters()))
+
+
+def peft_adapter(source: Path, folder: Path, **settings: Any) -> peft.PeftModel:
+    """PEFT's own model with a random adapter, which is saved to `folder` as PEFT does it."""
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    config = {"r": 5, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
+    model = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    generator = torch.Generator().manual_seed(3)
+    for name, factor in model.named_parameters():
+        if ".lora_" in name:
+            factor.data.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def check_start(folder: Path, backend: str) -> None:
+    """A run that goes on from PEFT's adapter has its factors, computes what PEFT does, and sends that to engines."""
+    source, adapter = checks.model_folder(folder), folder / f"start_{backend}_{rank()}"
+    reference = peft_adapter(source, adapter, use_rslora=backend == "zero 2")
+    keys = {"start": str(adapter)} | adapter_keys(str(adapter))
+    targets = keys.pop("target_modules")
+    policy = lora_policy(source, backend, targets, LoraConfig(**keys))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    factors_here = held(policy)
+    assert factors_here.keys() == stored.keys()
+    assert all(torch.equal(factors_here[name], tensor) for name, tensor in stored.items())
+    assert all(
+        torch.equal(tensor, stored[name]) for name, tensor in sent(adapter_source(policy, torch.float32)).items()
+    )
+    samples = checks.own_samples(checks.make_samples())
+    batches = checks.own_batches(checks.make_samples(), 60)
+    with torch.no_grad():
+        for batch, outputs in zip(batches, policy.score(batches, checks.TEMPERATURE), strict=True):
+            for row, index in enumerate(batch.rows):
+                mask = torch.tensor(samples[index].loss_mask[1:])
+                expected = checks.plain_logprobs(reference, samples[index])[0] * mask
+                scored = outputs.logprobs[row, : len(mask)]
+                torch.testing.assert_close(scored, expected, atol=1e-6, rtol=1e-6)
+    step(policy)
+    save_adapter(policy.model, LoraConfig(**keys), str(source), folder / f"again_{backend}")
+    again = LoraConfig(start=str(folder / f"again_{backend}"), **adapter_keys(str(folder / f"again_{backend}")))
+    assert_close(held(lora_policy(source, backend, again.target_modules, again)), held(policy))
+    merged = dict(reference.merge_and_unload().named_parameters())
+    fresh = lora_policy(source, backend, targets, LoraConfig(**keys))
+    assert_close(sent(weight_source(fresh, torch.float32)), {name: p.detach() for name, p in merged.items()})
+
+
+def start_on_ranks(models: str, results: str) -> None:
+    """Runs `check_start` for each backend on the ranks there are, and writes the results to the file `results`."""
+    init_process_group(60, "cpu")
+    run = {
+        backend: _collected(lambda b=backend: check_start(Path(models), b)) for backend in ("fsdp", "zero 2", "zero 3")
+    }
+    checks._on_ranks(run, results)
 
 
 def two_ranks(models: str, results: str) -> None:

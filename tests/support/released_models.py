@@ -10,6 +10,8 @@ A config.json has what differs from the defaults of Transformers' class and bear
 sources; the defaults of Transformers' classes of Qwen3.5 and gpt-oss are those of Qwen3.5-9B and gpt-oss-120b.
 """
 
+import json
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,10 +20,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import CONFIG_MAPPING
 
 from trainer.cli import main
+from trainer.config.schema import ModelConfig
+from trainer.policy.hf_format import build_meta_model, checkpoint_views, parameter_names
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 
@@ -99,6 +104,21 @@ def write_config(name: str, folder: Path, **changes: Any) -> Path:
     model_type, kind, settings = CONFIGS[name]
     CONFIG_MAPPING[model_type](architectures=[kind], **settings | changes).save_pretrained(folder)
     return folder
+
+
+def write_weights(folder: Path) -> None:
+    """Writes weights with the shapes of the model in `folder`, all zeros, to a file that takes no space on the disk."""
+    model = build_meta_model(folder, ModelConfig(path=str(folder)), torch.bfloat16, torch.device("cpu"))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, parameter in parameter_names(model).items():
+        for view in checkpoint_views(model, name, parameter.shape):
+            begin, end = end, end + 2 * math.prod(view.shape)
+            header[view.name] = {"dtype": "BF16", "shape": list(view.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def recipes() -> Iterator[tuple[Path, str, int]]:

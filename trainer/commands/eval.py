@@ -22,7 +22,7 @@ from trainer.config.machine import resolve_device, unwritable
 from trainer.config.recipe import load_config
 from trainer.config.schema import HeldOutConfig, TrainConfig
 from trainer.config.section import path_argument
-from trainer.data import load_tokenizer
+from trainer.data import check_token_ids, load_tokenizer
 from trainer.distributed import say
 from trainer.engines import engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
@@ -78,7 +78,7 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str], ste
     run = run_folder(model) / "config.yaml"
     if recipe is None and not run.is_file():
         raise UserError(f"{model} is not a run's folder: name a recipe after it, which has the data and rewards")
-    fixed = {"model.path": str(model_folder(model, step)), "lora.rank": 0}
+    fixed = {"model.path": str(model_folder(model, step)), "lora.rank": 0, "lora.start": None}
     fixed |= {"engine.sleep": False, "engine.load_format": "auto"}
     if run.is_file():
         fixed["model.tokenizer"] = None  # the run has saved its tokenizer with the model
@@ -105,6 +105,8 @@ class Evaluation:
         for line in (*unread_keys(self.tokenizer, self.level.data), *self.ends.remarks):
             say(line)
         self.held_outs = load_held_outs(config, self.level, self.tokenizer, self.ends.ids)
+        datasets = {config.eval.datasets[held_out.name].path: held_out.prompts for held_out in self.held_outs}
+        check_token_ids(datasets, self.tokenizer, config.model)
         datasets = {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in self.held_outs}
         seed, timeout_s = config.run.seed, config.reward.timeout_s
         for line in check_rewards(self.rewards, datasets, self.tokenizer, seed, timeout_s):

@@ -26,9 +26,11 @@ from trainer.data import (
     in_chunks,
     load_rows,
     messages_and_images,
+    require_embedded,
     row_images,
     row_reader,
     stored_images,
+    unembedded,
 )
 from trainer.errors import UserError
 from trainer.rollouts.level import RolloutLevel
@@ -81,12 +83,15 @@ def load_transcripts(
     Rows with more than data.max_prompt_tokens + sft.max_tokens tokens are dropped and counted. Raises UserError naming
     a row that is not valid, or if no row is left.
     """
+    path = config.data.path if held_out is None else held_out.path
+    beyond = unembedded(tokenizer, config.model)
     samples = []
     dropped = 0
     path = config.data.path if held_out is None else held_out.path
     remarks = Remarks(path)
     for row in transcript_rows(config, tokenizer, held_out):
         remarks.add(row)
+        require_embedded(row.token_ids, beyond, f"row {row.index} of {path}", config.model)
         if row.dropped:
             dropped += 1
         else:

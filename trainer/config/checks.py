@@ -22,6 +22,7 @@ from generation.engine.settings import (
     engine_argument_names,
     routes_problem,
 )
+from trainer.config.adapter import check_start
 from trainer.config.algorithm import check_algorithm
 from trainer.config.machine import check_device, device_gib, host_gib, rank_count, resolve_device, unwritable
 from trainer.config.model_file import (
@@ -51,7 +52,7 @@ COMPLETE_MARKER = "COMPLETE"
 IDENTITY_DIGESTS = ("data", "model", "tokenizer")
 IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
-    "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.dropout", "lora.rank",
+    "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.dropout", "lora.rank", "lora.start",
     "lora.target_modules", "lora.use_rslora", "policy.optimizer", "reward.functions", "rollout.ahead", "rollout.lag",
     "rollout.old_tokens", "rollout.slice_tokens", "run.seed", "sampling.stop_token_ids",
 )  # fmt: skip
@@ -223,6 +224,7 @@ def _check_positions(config: TrainConfig, command: Command) -> Iterator[str]:
 
 def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
     lora = config.lora
+    yield from check_start(lora)
     if not lora.rank:
         return
     if config.policy.freeze:

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from generation.paths import UnsetVariable, expanded
 from generation.yaml_files import fill_defaults, first_line, read_yaml, resolve
 from trainer.config.accelerate import policy_keys
+from trainer.config.adapter import adapter_keys
 from trainer.config.algorithm import PRESET_KEYS
 from trainer.config.schema import TrainConfig
 from trainer.config.section import KeyPath, replaced
@@ -67,6 +68,9 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
             values["policy"] = policy_keys(Path(expanded(str(file)))) | policy
         except UnsetVariable as error:
             raise UserError(f"policy.accelerate_config: {error}") from error
+    lora = values.get("lora")
+    if isinstance(lora, dict) and isinstance(start := lora.get("start"), str):
+        values["lora"] = adapter_keys(start) | lora
     _name_tasks(values)
     secrets = dict(_from_environment(unresolved, values))
     try:

@@ -332,6 +332,9 @@ class LoraConfig(Section):
         **{"all-linear": "all linear layers except the head"},
     )  # fmt: skip
     seed: Seed = key(0, "seed of the adapters' initial values")
+    start: Location | None = key(
+        None, "folder of a PEFT adapter to go on from, with its rank, alpha and layers; null: new adapters"
+    )
     sync: Literal["adapter", "merged"] = key(
         "adapter", "what the engines receive",
         adapter="the adapter alone, which they add to the base model that they loaded",

@@ -6,13 +6,16 @@ from trainer.data.prompts import (
     Prompt,
     PromptDataset,
     check_preferences,
+    check_token_ids,
     columns_read,
     epoch_order,
     load_held_out,
     load_prompts,
     load_tokenizer,
     prompt_rows,
+    require_embedded,
     take,
+    unembedded,
 )
 from trainer.data.rows import Remarks, RenderedRow, RowReader, column_value, in_chunks, row_reader
 
@@ -23,6 +26,7 @@ __all__ = [
     "RenderedRow",
     "RowReader",
     "check_preferences",
+    "check_token_ids",
     "column_value",
     "columns_read",
     "encoded_images",
@@ -35,8 +39,10 @@ __all__ = [
     "load_tokenizer",
     "messages_and_images",
     "prompt_rows",
+    "require_embedded",
     "row_images",
     "row_reader",
     "stored_images",
     "take",
+    "unembedded",
 ]

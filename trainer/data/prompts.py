@@ -11,6 +11,7 @@ import numpy as np
 
 from generation.images import Image, ImageRules, Spans, StoredImage
 from generation.messages import CleanMessage, plain_ids
+from trainer.config.model_file import embedding_rows
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.data.files import load_rows
 from trainer.data.images import encoded_images, messages_and_images, row_images, stored_images
@@ -84,9 +85,48 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Transformers reads the user's files as they come
         raise UserError(f"no tokenizer can be loaded from {path}: {one_line(error)}") from error
-    if tokenizer.pad_token_id is None:
+    beyond = unembedded(tokenizer, model)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in beyond:
         tokenizer.pad_token = tokenizer.eos_token  # harmless, since masks depend on positions, not on ids
+    for token_id, token in beyond.items():
+        if token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id) or token in str(tokenizer.chat_template):
+            raise UserError(f"the tokenizer of {path} needs {_without_row(token, token_id, model)}")
     return tokenizer
+
+
+def unembedded(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig) -> dict[int, str]:
+    """Return the tokens by id for which the model's embedding has no row; embeddings know nothing of their names.
+
+    Some released models have such tokens, like Gemma 3's text-only ones that for images, so they matter only where
+    they are used.
+    """
+    rows = embedding_rows(model.path)
+    if rows is None:
+        return {}
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows}
+
+
+def check_token_ids(
+    datasets: Mapping[str, Iterable[Prompt]], tokenizer: "PreTrainedTokenizerBase", model: ModelConfig
+) -> None:
+    """Raise UserError naming the first prompt of these datasets, by name, with a token that the model cannot embed."""
+    beyond = unembedded(tokenizer, model)
+    for name, prompts in datasets.items() if beyond else ():
+        for prompt in prompts:
+            require_embedded(prompt.token_ids, beyond, f"row {prompt.id} of {name}", model)
+
+
+def require_embedded(token_ids: Sequence[int], beyond: Mapping[int, str], where: str, model: ModelConfig) -> None:
+    """Raise UserError if one of the ids is among those that `unembedded` found; `where` names the place of the text."""
+    token_id = next((token_id for token_id in token_ids if token_id in beyond), None)
+    if token_id is not None:
+        raise UserError(f"{where} holds {_without_row(beyond[token_id], token_id, model)}")
+
+
+def _without_row(token: str, token_id: int, model: ModelConfig) -> str:
+    rows = embedding_rows(model.path)
+    remedy = "name the model's own in model.tokenizer, or save the model after resize_token_embeddings of Transformers"
+    return f"{token!r} with the id {token_id}, but the embedding of {model.path} has {rows} rows: {remedy}"
 
 
 def load_prompts(

@@ -26,7 +26,7 @@ from trainer.model_structure import Work, freeze
 from trainer.policy import hf_format
 from trainer.policy.buffers import saved_buffers, set_buffer
 from trainer.policy.hf_format import checkpoint_views, parameter_names
-from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, start_value
+from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, first_values
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offloadable
 from trainer.policy.optimizer import MOMENTS, Figures, Updates, decay_groups, state_of_no_steps
@@ -68,6 +68,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         self.device = device
         self.config = policy
         self.lora = lora
+        self._first_value = first_values(lora)
         self.zero_3 = policy.zero_stage == 3
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
@@ -192,7 +193,7 @@ class DeepSpeedPolicy(Offloadable, Policy):
         hf_format.adopt_names(model, files.names)
         for name, parameter in parameters.items():
             shape = whole_shape(parameter)
-            value = start_value(name, shape, self.lora.seed)
+            value = self._first_value(name, shape)
             if value is None:
                 views = checkpoint_views(model, name, shape)
                 if wider_than is not None and files.dtypes(views) == {wider_than}:

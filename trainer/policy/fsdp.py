@@ -24,7 +24,7 @@ from trainer.policy import hf_format
 from trainer.policy.buffers import saved_buffers
 from trainer.policy.experts import dispatched_experts, split_experts
 from trainer.policy.hf_format import parameter_names
-from trainer.policy.lora import NO_ADAPTERS, add_adapters, start_value
+from trainer.policy.lora import NO_ADAPTERS, add_adapters, first_values
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
 from trainer.policy.optimizer import Figures, Updates
@@ -320,9 +320,9 @@ class FsdpPolicy(ShardedModel, Policy):
             add_rows_to_head(built)
         routers = asked_routers(built, model.routes) if trainable else {}
         self.routing = Routing(built, routers, model.routes == "recorded") if routers else None
-        vision, start = hf_format.make_vision(built, source), partial(start_value, seed=lora.seed)
+        vision = hf_format.make_vision(built, source)
         module = PolicyModule(built, policy.fp32_head, value_head, self.routing, vision)
-        super().__init__(module, built, source, policy, device, total_updates, trainable, start)
+        super().__init__(module, built, source, policy, device, total_updates, trainable, first_values(lora))
         if trainable:
             self._move_weights()  # the first sync sends them
 

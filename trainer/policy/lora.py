@@ -12,20 +12,24 @@ differ:
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sharding.ranks import agreed, is_main
 from sharding.send.push import AdapterFormat
 from sharding.send.source import LowRank, gathered
+from trainer.config.adapter import PREFIX, WEIGHTS, adapted_layers, adapter_tensors, layer_name
 from trainer.config.schema import LoraConfig
+from trainer.config.weight_files import adapter_config
+from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.model_structure import Work, vision_modules
 from trainer.surroundings import follow_umask
@@ -84,7 +88,7 @@ def _linear_names(model: PreTrainedModel) -> set[str]:
     """The names of the linear layers inside the language model."""
     outside = {model.get_output_embeddings()}
     outside |= {module for part in vision_modules(model).values() for module in part.modules()}
-    return {_name(path) for path, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside}
+    return {layer_name(path) for path, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside}
 
 
 def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
@@ -105,12 +109,6 @@ def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
             names = [name for name, part in mixer.named_children() if isinstance(part, nn.Linear) and name != "in_proj"]
             unfit |= dict.fromkeys(names, "kernels of Mamba read their weights past the layer")
     return unfit
-
-
-def _name(path: str) -> str:
-    """The name by which PEFT finds a layer: the last part of its path, and for a place in a list the list's as well."""
-    parts = path.split(".")
-    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, exclude: Sequence[str] = ()) -> Any:
@@ -150,6 +148,43 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
 
+def first_values(lora: LoraConfig) -> Callable[[str, torch.Size], Tensor | None]:
+    """Return the function (name, shape) -> first value of an adapter's factor: that in lora.start, or `start_value`.
+
+    It returns None for other parameters.
+    """
+    if lora.start is None:
+        return partial(start_value, seed=lora.seed)
+    tensors = load_file(Path(lora.start) / WEIGHTS)
+
+    def first_value(name: str, shape: torch.Size) -> Tensor | None:
+        return tensors[peft_name(name)].float() if is_adapter(name) else None
+
+    return first_value
+
+
+def require_start(model: PreTrainedModel, start: Path, base: str) -> None:
+    """Raise UserError unless the adapter in `start` has the factors of this model, which has adapters, and no others.
+
+    Names the model that the adapter was trained on in a line where that is not `base`.
+    """
+    stored = adapter_tensors(start)
+    theirs = adapted_layers(stored)
+    if theirs != _targets(model):
+        at = f"adapters are at {_targets(model)}, but those in lora.start at {theirs}"
+        raise UserError(f"lora.target_modules: {at}: leave the key out, or start with new adapters")
+    needed = {peft_name(name): tuple(factor.shape) for name, factor in factors(model).items()}
+    for name in sorted(needed | stored):
+        shapes = [needed.get(name), stored[name].shape if name in stored else None]
+        if shapes[0] != shapes[1]:
+            has, needs = ("no such tensor" if shape is None else f"shape {list(shape)}" for shape in reversed(shapes))
+            remedy = "go on from an adapter of all layers of this model"
+            raise UserError(f"lora.start: {name}: {start} has {has}, and {type(model).__name__} {needs}: {remedy}")
+    trained_on = adapter_config(start).get("base_model_name_or_path")
+    if trained_on and Path(trained_on).name != Path(base).name:
+        say(f"lora.start: the adapter in {start} was trained on {trained_on}, and goes on with {base}")
+
+
 def is_adapter(name: str) -> bool:
     """True if a parameter, by its name in memory, is a factor of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
@@ -157,7 +192,7 @@ def is_adapter(name: str) -> bool:
 
 def peft_name(name: str) -> str:
     """The name in PEFT's files, which vLLM reads, of a factor with this name in memory."""
-    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def factors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -180,7 +215,7 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 
 
 def _targets(model: nn.Module) -> list[str]:
-    return sorted({_name(path) for path in _adapted(model)})
+    return sorted({layer_name(path) for path in _adapted(model)})
 
 
 @contextmanager
@@ -219,7 +254,7 @@ def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Pa
     with agreed(f"writing the adapter to {folder}"):
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
             config = peft_config(lora, _targets(model), base, exclude=list(vision_modules(model)))
             config.inference_mode = True
             config.save_pretrained(folder)

@@ -19,6 +19,21 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of runs on one and two ranks that go on from an adapter."""
+    folder = tmp_path_factory.mktemp("models")
+    checks.make_model("qwen2", checks.model_folder(folder), True)
+    arguments = [str(folder), str(folder / "found.json")]
+    run_ranks(lora_checks.start_on_ranks, request.param, timeout=280, arguments=arguments)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero 2", "zero 3"])
+def test_a_run_goes_on_from_pefts_adapter_and_from_its_own(started: dict[str, str], backend: str) -> None:
+    assert started[backend] == ""
+
+
 @pytest.mark.parametrize("what", [*lora_checks.BACKENDS, "untied"])
 def test_two_steps_are_those_of_peft_in_one_process(failures: dict[str, str], what: str) -> None:
     assert failures[f"steps {what}"] == ""

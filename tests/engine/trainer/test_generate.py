@@ -97,7 +97,7 @@ def test_answers_are_sampled_with_the_lengths_and_ends_of_the_run(tmp_path: Path
     [
         ("absent/folder/of/mine", [], "there is no folder absent/folder/of/mine"),
         ("run", [], "has no model yet: its run is not finished"),
-        ("weightless", [], "has no *.safetensors"),
+        ("weightless", [], "holds no *.safetensors"),
         ("plain", [], "has no chat template: give a --prompt to continue"),
         ("plain", ["--max-tokens", "0"], "--max-tokens must be at least 1"),
     ],
@@ -110,11 +110,12 @@ def test_a_mistake_in_a_call_of_generate_is_reported_in_one_sentence(
     for folder in ("run", "weightless", "plain"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run" / "config.yaml").touch()
-    (tmp_path / "plain" / "model.safetensors").touch()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "plain" / name).write_bytes((tiny_qwen2 / name).read_bytes())
+    (tmp_path / "weightless" / "config.json").write_bytes((tiny_qwen2 / "config.json").read_bytes())
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
-    (tmp_path / "plain" / "config.json").write_bytes((tiny_qwen2 / "config.json").read_bytes())
     assert main(["generate", model, *words]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1, captured.err

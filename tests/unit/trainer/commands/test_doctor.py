@@ -112,12 +112,11 @@ def test_each_fault_fails_in_one_row_with_a_remedy(machine: Machine, what: str, 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Writes a recipe for a model of 32 heads, which has a config.json and an empty file of weights."""
+    """Writes a recipe for a model of 32 heads, which has a config.json."""
     sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096}
     model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes | heads
     (tmp_path / "config.json").write_text(json.dumps(model))
-    (tmp_path / "model.safetensors").touch()
     (tmp_path / "data.jsonl").touch()
     file = tmp_path / "recipe.yaml"
     file.write_text(

@@ -65,10 +65,10 @@ def test_a_recipe_starts_dry(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Everything is there but the weights: config.json, a small tokenizer or processor, and a folder with data."""
+    """Weights are the shapes alone; besides there are config.json, a small tokenizer or processor, and data."""
     config, data = yaml.safe_load(file.read_text()), tmp_path / "data"
     model = released_models.write_config(name, tmp_path / "model")
-    (model / "model.safetensors").touch()
+    released_models.write_weights(model)
     sees = "image_key" in config["data"]
     for part in (tiny_vlm(architecture="qwen3_vl") if sees else tiny_qwen3).iterdir():
         if part.name not in ("config.json", "model.safetensors"):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.conftest import ROOT
 from tests.support.small_tokenizer import small_tokenizer
@@ -48,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     model = {"model_type": "qwen2", "max_position_embeddings": 512, "num_attention_heads": 4}
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    (tmp_path / "model" / "model.safetensors").touch()
+    save_file({"unused": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
     small_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
