@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 """The file by which a folder is a PEFT adapter."""
@@ -180,6 +181,9 @@ def require_trainable(folder: Path) -> None:
     (https://github.com/vllm-project/vllm/issues/51665).
     """
     tensors = stored_tensors(folder)
+    if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        other = next(iter(tensors.values())).file
+        raise UserError(f"{other} is not read for training: name it {SINGLE}, or add {INDEX}")
     table = embedding(tensors)
     name = next((name for name in tensors if name.endswith("lm_head.weight")), None)
     if name is None or table is None or not _ties(folder) or _equal(tensors[name], table):

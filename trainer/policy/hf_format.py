@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -39,6 +39,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 from sharding.ranks import agreed, is_main
 from sharding.send.source import local_part, unsharded
 from trainer.config.schema import ModelConfig
+from trainer.config.weight_files import stored_tensors
 from trainer.errors import UserError
 from trainer.model_structure import decoder, has_vision
 from trainer.policy import attention
@@ -279,13 +280,24 @@ def load_sharded(
 
 
 def require_tensors(model: PreTrainedModel, folder: Path) -> None:
-    """Raises UserError naming a tensor of the model that the checkpoint lacks or has in another shape."""
-    files = SafetensorsFolder(folder)
-    adopt_names(model, files.names)
+    """Raises UserError naming a tensor of the model that the checkpoint lacks or has in another shape.
+
+    It reads the headers alone, which takes no memory for the weights.
+    """
+    tensors = stored_tensors(folder)
+    adopt_names(model, tensors)
     for name, parameter in parameter_names(model).items():
-        if not is_adapter(name):
-            for view in checkpoint_views(model, name, parameter.shape):
-                files.stored(view)
+        for view in checkpoint_views(model, name, parameter.shape):
+            _require_shape(folder, view, tensors[view.name].shape if view.name in tensors else None)
+
+
+def _require_shape(folder: Path, view: CheckpointView, shape: Sequence[int] | None) -> None:
+    """Raises UserError unless a stored tensor (None: there is none of this name) has the shape that the model needs."""
+    if shape is None:
+        raise UserError(f"{folder} has no tensor {view.name}, which the model in its config.json needs")
+    if tuple(shape) != view.shape:
+        needed = f"but the model in its config.json needs {list(view.shape)}"
+        raise UserError(f"{view.name} in {folder} has shape {list(shape)}, {needed}: correct the one or the other")
 
 
 def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
@@ -321,7 +333,7 @@ class SafetensorsFolder:
 
     def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
         """The dtypes of the stored tensors."""
-        return {self.stored(view)[:0].dtype for view in views}
+        return {self._stored(view)[:0].dtype for view in views}
 
     def read(
         self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
@@ -333,7 +345,7 @@ class SafetensorsFolder:
         """
         result = torch.empty(end - begin, dtype=dtype, device=device)
         for view in views:
-            stored = self.stored(view)
+            stored = self._stored(view)
             size = math.prod(view.shape)
             first, last = max(begin, view.offset), min(end, view.offset + size)
             if first >= last:
@@ -348,15 +360,13 @@ class SafetensorsFolder:
             result[first - begin : last - begin].copy_(rows.reshape(-1))
         return result
 
-    def stored(self, view: CheckpointView) -> Any:
+    def _stored(self, view: CheckpointView) -> Any:
         """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike."""
         if view.name not in self._file_of:
-            raise UserError(f"{self.folder} has no tensor {view.name}, which the model in its config.json needs")
+            _require_shape(self.folder, view, None)
         self.used.add(view.name)
         stored = self._handle(self._file_of[view.name]).get_slice(view.name)
-        if (shape := stored.get_shape()) != list(view.shape):
-            needed = f"but the model in its config.json needs {list(view.shape)}"
-            raise UserError(f"{view.name} in {self.folder} has shape {shape}, {needed}: correct the one or the other")
+        _require_shape(self.folder, view, stored.get_shape())
         return stored
 
     def _handle(self, file: str) -> safe_open:

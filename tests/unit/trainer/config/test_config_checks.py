@@ -24,6 +24,7 @@ MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
 def config(tmp_path: Path) -> dict[str, Any]:
     """Returns a valid recipe."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "data.jsonl").touch()
     return {
         "run": {"device": "cpu"},

@@ -207,6 +207,14 @@ def test_a_downloaded_model_is_checked_as_well(
         fetch_model(config)
 
 
+def test_weights_of_another_name_are_refused_for_training(recipe: Path, model: Path) -> None:
+    (model / WEIGHTS).rename(model / "mine.safetensors")
+    config = load_config(recipe, [])
+    check_config(config, "eval")  # the engine takes any name
+    with pytest.raises(UserError, match=f"{model}/mine.safetensors is not read for training: name it {WEIGHTS}"):
+        check_config(config, "train")
+
+
 def test_a_plan_needs_no_weights(recipe: Path, model: Path) -> None:
     (model / WEIGHTS).unlink()
     assert not find_problems(load_config(recipe, []), "train", {})
