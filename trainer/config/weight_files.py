@@ -182,8 +182,7 @@ def require_trainable(folder: Path) -> None:
     """
     tensors = stored_tensors(folder)
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
-        other = next(iter(tensors.values())).file
-        raise UserError(f"{other} is not read for training: name it {SINGLE}, or add {INDEX}")
+        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}, which training reads: rename the weights")
     table = embedding(tensors)
     name = next((name for name in tensors if name.endswith("lm_head.weight")), None)
     if name is None or table is None or not _ties(folder) or _equal(tensors[name], table):

@@ -211,7 +211,7 @@ def test_weights_of_another_name_are_refused_for_training(recipe: Path, model: P
     (model / WEIGHTS).rename(model / "mine.safetensors")
     config = load_config(recipe, [])
     check_config(config, "eval")  # the engine takes any name
-    with pytest.raises(UserError, match=f"{model}/mine.safetensors is not read for training: name it {WEIGHTS}"):
+    with pytest.raises(UserError, match=f"{model} has neither {WEIGHTS} nor {INDEX}, which training reads"):
         check_config(config, "train")
 
 
