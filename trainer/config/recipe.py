@@ -128,8 +128,8 @@ def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
         overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
         return overridden, resolve(overridden)
     except (OmegaConfBaseException, ValueError) as error:
-        key = getattr(error, "full_key", None)
-        reason = f"{key}: {first_line(error)}" if key else first_line(error)
+        wrong_key = getattr(error, "full_key", None)
+        reason = f"{wrong_key}: {first_line(error)}" if wrong_key else first_line(error)
         raise UserError(f"{recipe}: {reason}") from error
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,7 @@ def test_a_critic_and_a_teacher_are_shared_like_the_policy(config: dict, tmp_pat
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(MODEL | {"num_attention_heads": 5}))
+    shutil.copy(tmp_path / "model.safetensors", other)
     for changes in ({"critic": {"path": str(other)}}, {"algorithm": {"preset": "distill", "teacher": str(other)}}):
         (sentence,) = problems(config, changes | {"policy": {"sequence_parallel": 2}}, WORLD_SIZE="2")
         key = "critic.path" if "critic" in changes else "algorithm.teacher"
