@@ -16,6 +16,7 @@ PLAIN = {"engine": {"plain_cpu_weights": True}}
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "data.jsonl").touch()
     return {
         "run": {"device": "cpu"},
