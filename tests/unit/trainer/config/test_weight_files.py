@@ -167,7 +167,7 @@ def test_the_files_of_other_models_are_looked_at_too(recipe: Path, model: Path, 
         check_config(config, "train")
     check_config(config, "sft")
     (other / "config.json").unlink()
-    with pytest.raises(UserError, match=f"^{key}: {other} holds no config.json"):
+    with pytest.raises(UserError, match=f"^{key}: {other} is a run, or a part of one"):
         check_config(config, "train")
 
 
