@@ -83,9 +83,10 @@ def _clean_message(message: Mapping[str, Any], name: str) -> CleanMessage:
             if key in clean:
                 clean["content"] = clean.pop(key)
                 break
-    calls = clean.pop("tool_calls", None) or clean.pop("function_call", None)
+    written_calls = clean.pop("tool_calls", None) or clean.pop("function_call", None)
+    calls = _clean_calls(written_calls, name) if written_calls else []
     if calls:
-        clean["tool_calls"] = _clean_calls(calls, name)
+        clean["tool_calls"] = calls
     content = clean.get("content")
     if content is None or (content == [] and role != "tool"):
         clean.pop("content", None)

@@ -44,6 +44,7 @@ STARTING_ENGINES = (
     "test_collective_ranks.py",
     "test_doctor.py",
     "test_doctor_trials.py",
+    "test_ends_run.py",
     "test_lifetime.py",
     "test_not_finite.py",
     "test_presets.py",

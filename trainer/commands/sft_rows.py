@@ -87,7 +87,6 @@ def load_transcripts(
     beyond = unembedded(tokenizer, config.model)
     samples = []
     dropped = 0
-    path = config.data.path if held_out is None else held_out.path
     remarks = Remarks(path)
     for row in transcript_rows(config, tokenizer, held_out):
         remarks.add(row)
