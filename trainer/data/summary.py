@@ -21,7 +21,7 @@ _TEXT_SHOWN = 160  # characters of the first prompt
 
 @dataclass(frozen=True)
 class TokenLengths:
-    """TokenLengths in tokens: quantiles by nearest rank, and a histogram.
+    """The lengths of rows in tokens: quantiles by nearest rank, and a histogram.
 
     Attributes:
         histogram: number of rows in each of 8 bins that are `width` tokens wide, the first from 1 to `width`.
@@ -57,7 +57,8 @@ def prompt_lines(
     """Yield the short form of a survey: the lengths of a run's prompts, the first one, and those that occur twice."""
     lengths = TokenLengths.of([len(prompt.token_ids) for prompt in prompts])
     text = tokenizer.decode(prompts[0].token_ids)
-    yield f"prompts have {lengths}; the first one is {shortened(repr(text), _TEXT_SHOWN)}"
+    yield f"prompts have {lengths}"
+    yield f"the first prompt is {shortened(repr(text), _TEXT_SHOWN)}"
     first_rows: dict[bytes, int] = {}
     duplicates = []
     for prompt in prompts:

@@ -211,7 +211,8 @@ def test_a_run_starts_with_a_short_form(tiny_model: TinyModel) -> None:
 
     lines = list(prompt_lines(prompts("1+1", "2", "1+1", "3"), {"held_out": prompts("3", "4", "2")}, tokenizer))
     assert lines == [
-        "prompts have from 1 to 3 tokens, median 1, p95 3; the first one is '1+1'",
+        "prompts have from 1 to 3 tokens, median 1, p95 3",
+        "the first prompt is '1+1'",
         "1 duplicate among the rows, such as row 2, which is like row 0",
         "eval.datasets.held_out has 2 prompts of the training data: rows 1 and 3",
     ]
