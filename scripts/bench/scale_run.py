@@ -213,7 +213,8 @@ def recipe(folder: Path, ranks: int) -> TrainConfig:
             "algorithm": {"group_size": GROUP},
             # No rank is simulated that would compare beginnings of its answers.
             "batch": {"prompts_per_step": PROMPTS * ranks, "tokens_per_micro_batch": 4096, "share_prefixes": False},
-            "tracking": {"wandb": "disabled", "completions_per_step": 8},
+            # One to each of rank 0's prompts, which come first: no answer of a simulated rank is shown.
+            "tracking": {"wandb": "disabled", "completions_per_step": PROMPTS},
         }
     )
 
