@@ -212,7 +212,7 @@ class ChatForm:
         self._takes_parts: dict[str, bool] = {}
         self._calls: dict[Any, tuple[Any, bool] | None] = {}
 
-    def render(self, messages: Sequence[CleanMessage], **settings: Any) -> str:
+    def render(self, messages: Sequence[CleanMessage], /, **settings: Any) -> str:
         """Return the text of clean messages, by default with a generation prompt.
 
         Raises ValueError where the template refuses them, or leaves calls out.

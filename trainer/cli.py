@@ -176,6 +176,8 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     rewards = RewardPool(config.reward)
     processor_arguments(config, resolve_device(config) == "cuda")
     tokenizer = load_tokenizer(config.model)
+    check_model(config)
+    check_teacher(config, tokenizer)
     level = RolloutLevel(config, tokenizer)
     data, images = rewards.columns(level.data), level.image_rules
     prompts = load_prompts(data, tokenizer, images)
@@ -192,8 +194,6 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     check_token_ids(datasets, tokenizer, config.model)
     for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
         say(line)
-    check_model(config)
-    check_teacher(config, tokenizer)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

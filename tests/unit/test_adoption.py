@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import yaml
 
+from hotbunk import __version__
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -30,8 +31,8 @@ def test_the_workflow_runs_the_test_command_on_every_release_of_python() -> None
 
 def test_there_is_one_version_and_one_address() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
-    assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert (citation["version"], citation["license"]) == (__version__, PROJECT["license"])
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
     assert all(url.startswith(citation["repository-code"]) for url in PROJECT["urls"].values())
 

@@ -16,7 +16,7 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
     `neighbours` is the number of ranks on a machine.
     """
     if resolve_device(config) == "cuda":
-        return "staged", "which was tried most on GPUs: zero_copy ran on one, pull on none"
+        return "staged", "since it was tried most on GPUs: zero_copy ran on one, pull on none"
     model = model_config(config.model.path)
     apart = [f"vLLM does not keep the {what} as trained" for key, what in REPROCESSED_KEYS.items() if model.get(key)]
     apart += ["vLLM shards the weights of some image encoders in another way"] * is_multimodal(config.model.path)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer import engines
 from trainer.config.schema import TrainConfig
@@ -14,6 +16,7 @@ def test_a_hub_model_is_fetched_once_on_a_machine_and_the_engine_is_given_the_fo
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fetched: list[dict[str, Any]] = []
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
 
     def snapshot_download(name: str, **patterns: Any) -> str:
         fetched.append({"name": name} | patterns)

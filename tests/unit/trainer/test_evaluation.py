@@ -282,7 +282,7 @@ def test_rewards_see_an_answer_without_the_token_that_ended_it(special: bool) ->
 
         async def score(self, completion: str, **_: Any) -> SimpleNamespace:
             self.seen.append(completion)
-            return SimpleNamespace(parts={}, failures={}, unusable=False, reward=0.0, error="")
+            return SimpleNamespace(parts={}, failures={}, unusable=False, abstained=False, reward=0.0, error="")
 
     marks = ("<|endoftext|>", "<s>")
     template = replace(QWEN3, marks=(*marks, "<|im_end|>")) if special else replace(QWEN3, marks=marks)
@@ -307,7 +307,7 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
 
     engine = Engine(EngineSettings("m", 64))
     thread = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(engines.processes, "install_signal_handlers", lambda phase: None)
+    monkeypatch.setattr(engines.processes, "install_signal_handlers", lambda phase, command: None)
     monkeypatch.setattr(engines.Leader, "start", lambda *_: Leader(engine, thread))
     monkeypatch.setattr(command, "engine_settings", lambda *_: engine.settings)
     asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)

@@ -17,7 +17,7 @@ from trainer.build import build_models
 from trainer.cli import main
 from trainer.commands import generate
 from trainer.commands.eval import evaluation_config
-from trainer.commands.generate import engine_settings, longest_answer, model_folder, run_folder
+from trainer.commands.generate import engine_settings, model_folder, run_folder, training_sampling
 from trainer.config.recipe import load_config, to_yaml
 from trainer.config.schema import TrainConfig
 from trainer.run import checkpoint
@@ -78,7 +78,7 @@ def test_the_policy_of_a_checkpoint_is_exported_as_by_the_policy_itself(
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
         assert (folder / "config.json").read_text() == (expected[step] / "config.json").read_text()
-        assert longest_answer(folder) == 9 and (folder / "tokenizer.json").is_file()
+        assert training_sampling(folder)["max_tokens"] == 9 and (folder / "tokenizer.json").is_file()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.conftest import ROOT
 from tests.support import largest_models
+from tests.support.released_models import write_weights
 from trainer.checks import check_budget
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
@@ -454,6 +455,7 @@ def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
     shutil.copytree(tiny_qwen3, model)
     Qwen3Config(**sizes, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]).save_pretrained(model)
+    write_weights(model)
     data.write_text('{"problem": "1 + 1", "answer": "2"}\n')
     here = ["--model.path", str(model), "--data.path", str(data), "--run.output_dir", str(tmp_path / "runs")]
     recipe = [str(ROOT / "scripts" / "recipes" / file), *here]

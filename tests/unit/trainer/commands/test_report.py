@@ -60,7 +60,7 @@ def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
     table = cells(figures(record.rows))
     assert table["reward/mean"] == ["0.5", "0.75 (step 2)", "0.25", "▅█▁"]
     assert table["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"] and "eval/maths/pass@4" in table
-    assert cells(phases(record.rows))["rollout"] == ["8 s", "80.0%", "4 s", "5 s (step 2)"]
+    assert cells(phases(record.rows))["rollout"] == ["8 s", "80.0%", "4.00 s", "5.00 s (step 2)"]
     gib = cells(memory(record.rows))
     assert gib == {"engine awake": ["1.50"], "offloaded": ["0.25"], "peak allocated": ["3.00"]}
     text = "\n".join(remarks(record.rows))

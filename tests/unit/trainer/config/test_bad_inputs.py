@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.conftest import ROOT
+from tests.support.released_models import write_weights
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.cli import main
 from trainer.config.model_file import model_config
@@ -40,17 +40,28 @@ def trl_asks(completions, answer, **kwargs): return [1.0]
 """
 
 
+MODEL = {"model_type": "qwen2", "max_position_embeddings": 512, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a file with weights of the folder's model, which takes no space."""
+    folder = tmp_path_factory.mktemp("weights")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_weights(folder)
+    return folder / "model.safetensors"
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a folder with a valid recipe and all the files it names."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(tmp_path))
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(8)))
     (tmp_path / "model").mkdir()
-    model = {"model_type": "qwen2", "max_position_embeddings": 512, "num_attention_heads": 4}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    save_file({"unused": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    os.link(weights, tmp_path / "model" / "model.safetensors")
     small_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
@@ -62,6 +73,17 @@ def rewrite(name: str, text: str) -> Callable[[Path], None]:
 
     def spoil(folder: Path) -> None:
         (folder / name).write_text(text)
+
+    return spoil
+
+
+def other_model(sizes: dict[str, Any]) -> Callable[[Path], None]:
+    """Replaces the folder's model by another one, with its weights."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "model" / "config.json").write_text(json.dumps(sizes))
+        (folder / "model" / "model.safetensors").unlink()
+        write_weights(folder / "model")
 
     return spoil
 
@@ -173,12 +195,12 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "lora.target_modules does not fit Qwen2ForCausalLM",
     ),
     "routers that cannot be replaced": (
-        rewrite("model/config.json", json.dumps({"model_type": "phimoe", "num_local_experts": 4} | SMALL)),
+        other_model({"model_type": "phimoe", "num_local_experts": 4} | SMALL),
         ["--model.routes", "recorded"],
         "model.routes: model.layers.0.mlp",
     ),
     "attention in its own way": (
-        rewrite("model/config.json", json.dumps({"model_type": "stablelm"} | SMALL)),
+        other_model({"model_type": "stablelm"} | SMALL),
         [],
         "has its own attention, which does not take the ends of sequences: set it to false",
     ),
@@ -254,10 +276,14 @@ def test_logits_processors_are_looked_at_before_anything_is_loaded(
     assert complaint in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_nothing_is_said_about_good_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_input_is_summed_up_and_its_recipe_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:good")]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err.splitlines() == [
+        "[hotbunk] prompts have from 18 to 18 tokens, median 18, p95 18",
+        "[hotbunk] the first prompt is '<user>0<assistant>'",
+        "[hotbunk] eval.datasets.same has 8 prompts of the training data: rows 0, 1, 2 and 5 more",
+    ]
     (folder / "again.yaml").write_text(captured.out)
     assert main(["train", str(folder / "again.yaml"), "--dry-run"]) == 0
     assert capsys.readouterr().out == captured.out

@@ -230,7 +230,7 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
 
     monkeypatch.setattr("generation.engine.vllm_compat.start_async_llm", start)
     for name in ("install_signal_handlers", "start_guardian"):
-        monkeypatch.setattr(processes, name, lambda *_: None)
+        monkeypatch.setattr(processes, name, lambda *_, **__: None)
     monkeypatch.setattr(processes, "run", lambda job: job())
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')

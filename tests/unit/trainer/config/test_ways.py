@@ -53,7 +53,7 @@ def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None =
             {"run": {"device": "cuda"}},
             2,
             2,
-            "staged, which was tried most on GPUs: zero_copy ran on one, pull on none",
+            "staged, since it was tried most on GPUs: zero_copy ran on one, pull on none",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("rollout", "reason"),
     [
-        ({"custom": "no.such.module:own"}, "No module named 'no'"),
+        ({"custom": "no.such.module:own"}, "there is no module no: install the package"),
         ({"custom": "FILE:owm"}, "did you mean own"),
         ({"custom": "FILE:number"}, "is not a rollout: write `async def rollout"),
         ({"custom": "FILE:add"}, "is not a rollout: write `async def rollout"),
