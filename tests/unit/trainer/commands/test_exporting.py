@@ -48,7 +48,7 @@ def trained(config: TrainConfig, steps: list[int]) -> dict[int, Path]:
             for parameter in policy.trained().values():  # type: ignore[attr-defined]
                 parameter.add_(0.01 * step)
         checkpoint.save(config.run.folder / "checkpoints", step, {"policy": policy}, {})
-        expected[step] = config.run.output_dir / f"expected_{step}"
+        expected[step] = config.run.folder.parent / f"expected_{step}"
         policy.save_pretrained(expected[step])
     return expected
 

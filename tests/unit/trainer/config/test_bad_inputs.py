@@ -286,7 +286,8 @@ def test_good_input_is_summed_up_and_its_recipe_printed(folder: Path, capsys: py
     ]
     (folder / "again.yaml").write_text(captured.out)
     assert main(["train", str(folder / "again.yaml"), "--dry-run"]) == 0
-    assert capsys.readouterr().out == captured.out
+    recipes = [text.partition("# all checked")[0] for text in (captured.out, capsys.readouterr().out)]
+    assert recipes[0] == recipes[1]
 
 
 @pytest.mark.parametrize(("command", "local_rank"), [("train", None), ("sft", "0"), ("train", "1")])
