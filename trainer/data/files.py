@@ -114,21 +114,25 @@ def _changed_by_arrow(rows: "Dataset", exact: Collection[str]) -> list[str]:
     """Return the columns of a JSON file whose values Arrow may have changed.
 
     It reads a text such as 2024-05-01 as a time, and its null in an object may be the row's own or that of a key that
-    only other rows have.
+    only other rows have. Where a key holds texts in some rows and lists in others, `datasets` reads a text such as
+    "42" as what it says in JSON.
     """
     changed = []
     for name in rows.column_names:
         column = rows.data.column(name)
-        if _has_times(column.type) or (name in exact and any(map(_has_inner_nulls, column.chunks))):
+        if _has_changed_texts(column.type) or (name in exact and any(map(_has_inner_nulls, column.chunks))):
             changed.append(name)
     return changed
 
 
-def _has_times(kind: Any) -> bool:
+def _has_changed_texts(kind: Any) -> bool:
+    """Return True if an Arrow type holds times, or values of several types within lists or objects."""
     import pyarrow
 
+    if pyarrow.types.is_temporal(kind):
+        return True
     inner = [kind.field(index).type for index in range(kind.num_fields)]
-    return pyarrow.types.is_temporal(kind) or any(map(_has_times, inner))
+    return any(isinstance(part, pyarrow.JsonType) or _has_changed_texts(part) for part in inner)
 
 
 def _has_inner_nulls(array: Any) -> bool:

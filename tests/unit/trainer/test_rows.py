@@ -188,6 +188,14 @@ def test_nulls_of_a_jsonl_row_stay_and_those_of_arrow_go(tmp_path: Path) -> None
     assert shown(path, "train") == [rendered([USER, asks(arguments), REPLY]) for arguments in (less, others)]
 
 
+def test_texts_that_are_json_stay_texts_beside_contents_in_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "in parts"}]
+    texts = ["42", '"quoted"', "{}", "[1]", "null"]
+    path = write(tmp_path, "jsonl", [{"prompt": [{"role": "user", "content": text}]} for text in [parts, *texts]])
+    expected = [rendered([{"role": "user", "content": text}]) for text in ["in parts", *texts]]
+    assert shown(path, "train") == expected
+
+
 def test_a_date_is_the_text_that_the_file_has(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl", [{"prompt": "2024-05-01", "answer": "2024-05-02"}])
     [prompt] = load_prompts(DataConfig(path=path), QWEN3)

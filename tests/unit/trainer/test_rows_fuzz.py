@@ -32,8 +32,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-# In a column of texts and lists, `datasets` reads a text that is JSON itself, such as "42", as its value.
-texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8).filter(lambda text: not _is_json(text))
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.sampled_from(["42", '"a"', "{}", "[]"])
 names = st.sampled_from(["look", "add", "wéiß"])
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | texts,
@@ -62,7 +61,9 @@ messages = st.fixed_dictionaries(
     },
 )
 chats = st.lists(messages, min_size=1, max_size=4)
-prompts = st.one_of(texts, chats, chats, chats, chats.map(json.dumps), st.sampled_from(["[", "{x}"]))
+# Where a whole column has texts and lists, `datasets` reads a text that is JSON itself, such as "42", as its value.
+questions = texts.filter(lambda text: not _is_json(text))
+prompts = st.one_of(questions, chats, chats, chats, chats.map(json.dumps), st.sampled_from(["[", "{x}"]))
 schemas = names.map(lambda name: {"type": "function", "function": {"name": name}})
 tools = st.none() | st.lists(schemas, max_size=2) | st.lists(schemas, max_size=2).map(json.dumps)
 rows = st.fixed_dictionaries({"prompt": prompts, "tools": tools})
