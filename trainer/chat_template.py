@@ -1,4 +1,4 @@
-"""What the model's chat template implies for a run: the tokens that end an answer, and the keys that it reads."""
+"""Read from the model's chat template which tokens end an answer, and which keys it uses."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -100,7 +100,7 @@ def _scratch(count: int, dtype: torch.dtype, device: torch.device, _thread: int)
 
 
 def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
-    """For each view the parts that are digested: all of it in blocks, or one window that `seed` decides.
+    """Return the parts of each view that are digested: all of it in blocks, or one window that `seed` decides.
     Nothing but shapes and the seed decide: views of the same shapes are cut alike, whatever their strides.
     """
     draw = None if seed is None else random.Random(seed)

@@ -176,7 +176,7 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def hotbunk_record_routes(self) -> None:
-        """From now on keep the routes of a mixture's tokens; on CPU."""
+        """Keep the routes of a mixture's tokens from now on; on CPU."""
         from sharding.worker.cpu import RouteRecorder
 
         self.hotbunk_routes = RouteRecorder(self.model_runner, self.get_model())  # type: ignore[attr-defined]
@@ -339,7 +339,7 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def hotbunk_key_noise(self) -> None:
-        """From now on, sample with noise that depends on a request's seed and on the position alone."""
+        """Sample from now on with noise that depends on a request's seed and on the position alone."""
         key_noise(self.model_runner)  # type: ignore[attr-defined]
 
     def hotbunk_release_memory(self, weights: bool) -> None:

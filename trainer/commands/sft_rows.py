@@ -1,4 +1,4 @@
-"""What a warm start learns from rows: transcripts, tokenised, with a mask of the assistant's tokens.
+"""Make the transcripts that a warm start learns: tokenised rows, with a mask of the assistant's tokens.
 
 A row is a conversation in `data.messages_key`, all assistant turns of which are trained on, or a prompt (string or
 messages) with its completion in `sft.completion_key`.

@@ -1,4 +1,4 @@
-"""Which recipes can divide the model, its experts and its sequences over their ranks. No torch is imported."""
+"""Decide whether a recipe can divide the model, its experts and its sequences over its ranks, without torch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which recipes can compute common beginnings of sequences once (`batch.share_prefixes`). No torch is imported."""
+"""Decide whether a recipe can compute common beginnings of sequences once (`batch.share_prefixes`), without torch."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain

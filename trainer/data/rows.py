@@ -1,4 +1,4 @@
-"""What a row says: its prompt as text or messages, its tools, and its answer."""
+"""Read a row's prompt, as text or messages, its tools and its answer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a recipe that is yet to be written would need of a GPU, for `hotbunk new`."""
+"""Plan the memory of a recipe that is yet to be written, by which `hotbunk new` fits it to a GPU."""
 
 from typing import Any
 

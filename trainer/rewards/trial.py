@@ -31,7 +31,7 @@ _OPENED_TOKENS = 32  # more than a tag and the white space after it take
 
 
 class Judgement(NamedTuple):
-    """Whether a reward can be 1 on a row: `reason` says why it never is, and is empty if it can be."""
+    """The verdict on a row: `reason` says why its reward is never 1, and is empty if it can be."""
 
     row: int
     label: str
