@@ -102,6 +102,7 @@ class Watchdog:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # absent from torch's stubs
         self._store.set_timeout(timedelta(seconds=10))
         self._phases: tuple[_Phase, ...] = ()  # outermost first; replaced, never changed, so the thread needs no lock
+        self._between = "start-up"  # what to say while no phase is open
         self._posted: tuple[str, float] | None = None
         self.called_at: float | None = None  # time.monotonic() when this rank learned that a rank was asked to end
         self._next = (rank + 1) % world_size
@@ -132,6 +133,7 @@ class Watchdog:
             raise
         finally:
             self._phases = outer
+            self._between = f"{name}, which has ended"
             self._arm()
 
     @contextmanager
@@ -148,8 +150,11 @@ class Watchdog:
             self._arm()
 
     def current_phase(self) -> str:
-        """Returns this rank's open phases, outermost first: "step > rollout"; "start-up" before the first phase."""
-        return " > ".join(phase.name for phase in self._phases) or "start-up"
+        """Returns this rank's open phases, outermost first: "step > rollout".
+
+        While none is open: "start-up" before the first phase, and "step, which has ended" after one.
+        """
+        return " > ".join(phase.name for phase in self._phases) or self._between
 
     def called_for(self) -> float:
         """Returns the seconds since this rank learned that a rank was asked to end; 0 before that."""
@@ -239,7 +244,7 @@ class Watchdog:
     def _post(self) -> None:
         """Writes this rank's phase and its beginning (wall clock) to the store, if they have changed."""
         phases = self._phases
-        status = " > ".join(phase.title for phase in phases) or "start-up", phases[-1].since if phases else 0.0
+        status = " > ".join(phase.title for phase in phases) or self._between, phases[-1].since if phases else 0.0
         if status != self._posted:
             elapsed = time.monotonic() - phases[-1].since if phases else 0.0
             self._store.set(f"watchdog/phase/{self._rank}", json.dumps([status[0], time.time() - elapsed]))

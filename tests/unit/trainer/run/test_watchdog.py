@@ -34,7 +34,7 @@ def test_phases_nest_and_an_expired_outer_one_is_found(codes: list[int], capsys:
     with dog.phase("step", 0.2), dog.phase("rollout", 60):
         assert dog.current_phase() == "step > rollout"
         assert ended.wait(120)
-    assert dog.current_phase() == "start-up"
+    assert dog.current_phase() == "step, which has ended"
     dog.close()
     assert codes == [EXIT_CODE]
     text = capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_phases_in_time_pass_and_a_phase_that_raised_is_over(codes: list[int]) -
         with pytest.raises(KeyError), dog.phase("update", 0.05):
             raise KeyError
         assert not threading.Event().wait(0.2)
-        assert dog.current_phase() == "start-up"
+        assert dog.current_phase() == "update, which has ended"
     assert codes == []
 
 
