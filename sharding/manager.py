@@ -28,9 +28,17 @@ from sharding.wire.staging import device_id, return_free_pages
 
 
 class ShardingManager:
-    """Keeps the engine group's weights at the policy's version, and its memory out of the trainer's way.
-    Construct and `connect` it on every rank; only leaders pass a `leader`.
-    `report` is about the latest sync.
+    """The engine group's weights and memory: at the policy's version in a shift, out of the trainer's way otherwise.
+
+    Every rank constructs one and connects it; only leaders pass a `leader`:
+
+        manager = ShardingManager(source, device, settings, folder, leader=leader)
+        manager.connect()
+        with manager.generation_shift(policy):    # optimizer out, weights in, KV cache mapped
+            answers = sample(prompts)
+        # the engine sleeps again, and the trainer has its memory back
+
+    `report` describes the latest sync.
     """
 
     def __init__(
@@ -96,7 +104,8 @@ class ShardingManager:
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
-        """Inside, the engines are awake at `policy.version`; afterwards they sleep and the memory is the trainer's.
+        """Wake the engines at `policy.version` for the block, then let them sleep and take the
+        memory back.
         When the body raises, nothing more is asked of the engines: the ranks may be out of step, and the run ends.
         """
         self.wake(policy, *tenants)
@@ -151,7 +160,7 @@ class ShardingManager:
     def restart(self, start: Callable[[], None], *tenants: Tenant) -> None:
         """Start engines again after a failure that has ended them: `start` starts those of this rank; then all sleep.
 
-        Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures what is free, and
+        Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures free memory, and
         asserts that none is freed while it starts (https://github.com/vllm-project/vllm/issues/56830). All ranks and
         workers are paired anew, and staging memory is exported anew; a new worker records its loaders anew.
         """
@@ -167,7 +176,7 @@ class ShardingManager:
         self.connect()
 
     def _make_room(self, *tenants: Tenant, weights: bool) -> None:
-        """Have the trainer's memory given back, and with it the blocks that torch keeps for later."""
+        """Release the tenants' memory, together with the blocks that torch keeps for later."""
         with self._timed("offload"):
             self.report.offloaded += sum(tenant.release(weights) for tenant in tenants)
             if self._device.type == "cuda":
@@ -188,7 +197,7 @@ class ShardingManager:
         self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def _lead(self, phase: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
-        """Let leaders run a coroutine on their engine's thread; all ranks wait for all leaders."""
+        """Run a coroutine on the thread of each leader's engine. All ranks wait for all leaders."""
         with agreed(phase):
             if self._leader is not None:
                 self._leader.thread.run(action(self._leader.engine), self._timeout, phase)
@@ -241,7 +250,7 @@ class ShardingManager:
             self._leader.engine.state.fail_sync()
 
     def _note_outcomes(self, outcomes: list[dict[str, Any]]) -> None:
-        """Note in the report what the workers of this leader's engine say about single weights."""
+        """Note in the report which weights this engine's workers cannot replay, and which they leave out."""
         reasons = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
         self.report.unreplayable = (
             {name: why for weights in reasons for name, why in weights.items()} if reasons else None

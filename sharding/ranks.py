@@ -42,7 +42,7 @@ class Ranks:
 
 
 CREW = Ranks()
-"""The ranks that do what this one does: train, or only generate; all ranks where every one does both."""
+"""The ranks with this one's role: those that train, or those that only generate; all ranks where each does both."""
 
 EVERYBODY = Ranks()
 """All ranks of the run."""
@@ -60,26 +60,29 @@ def set_everybody(group: dist.ProcessGroupGloo | None) -> None:
 
 
 def rank(among: Ranks = CREW) -> int:
-    """This process's number among the ranks of a group, from 0; 0 before and without a process group."""
+    """Return this process's number among the ranks of a group; 0 before and without a process
+    group.
+    """
     if among.channel is not None:
         return int(among.channel.rank())
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size(among: Ranks = CREW) -> int:
-    """Number of ranks in a group; 1 before and without a process group."""
+    """Return the number of ranks in a group; 1 before and without a process group."""
     if among.channel is not None:
         return int(among.channel.size())
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """True on rank 0 of the run, which writes files and prints."""
+    """Return True on rank 0 of the run, which writes files and prints."""
     return rank(EVERYBODY) == 0
 
 
 def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks = CREW) -> Any:
-    """All-reduce of small values of plain types, which travel as msgpack, by recursive doubling. Collective.
+    """Reduce small values of plain types over all ranks, by recursive doubling, as msgpack.
+    Collective.
 
     Returns, on every rank, what `merge` makes of all ranks' values. `merge(lower, higher)` joins the results of two
     runs of neighbouring ranks; it must be associative, is bracketed alike on all ranks, and must not raise. Each rank
@@ -115,7 +118,7 @@ def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks
     return result
 
 
-_SHORT = 1024  # bytes, of which four tell how many there are: what is longer takes a second message
+_SHORT = 1024  # bytes, of which four are the length: a longer message takes a second one
 
 
 def _framed(message: bytes) -> list[torch.Tensor]:
@@ -129,7 +132,7 @@ def _swap(message: list[Any], peer: int, group: dist.ProcessGroup | None) -> lis
     channel: Any = group or dist.group.WORLD
     try:
         first = torch.empty(_SHORT, dtype=torch.uint8)
-        works = [channel.recv([first], peer, 0)]  # before sending: gloo sends what the other end is ready for
+        works = [channel.recv([first], peer, 0)]  # before sending: gloo sends once the other end is ready
         works += [channel.send([part], peer, 0) for part in _framed(msgspec.msgpack.encode(message))]
         works[0].wait()
         received = first.numpy().tobytes()
@@ -173,12 +176,14 @@ def _all_to_all(
 
 
 def send_to_all(payload: bytes) -> list[bytes]:
-    """Every rank's payload, in rank order, on every rank, each straight from its rank. Every rank must call it."""
+    """Return every rank's payload, in rank order, each straight from its rank. Collective."""
     return all_to_all_bytes([payload] * world_size())
 
 
 def sum_counts(counts: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of an int64 tensor on the CPU, in place; what a rank receives does not grow with them."""
+    """Sum an int64 tensor on the CPU over ranks, in place, and return it. A rank receives equally
+    much however many there are.
+    """
     if world_size() > 1:
         dist.all_reduce(counts)
     return counts
@@ -191,7 +196,8 @@ def exchange(value: Any, among: Ranks = CREW) -> list[Any]:
 
 
 def agree(error: BaseException | None, phase: str, among: Ranks = CREW) -> None:
-    """Every rank says whether `phase` went well for it; if any did not, all raise `RemoteError` naming each culprit.
+    """Raise RemoteError on all ranks, naming each culprit, unless `phase` went well on all of them.
+    Collective.
 
     A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank whose process
     has ended is noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by
@@ -219,7 +225,9 @@ def share_pids() -> None:
 
 
 def dead_ranks() -> str:
-    """After a broken exchange: which ranks of this machine have ended, to go into a sentence; "" for none of them."""
+    """Return the ranks of this machine that have ended, worded to follow "lost contact with".
+    "" if none has. Called after a broken exchange.
+    """
     deadline = time.monotonic() + _ENDING_SECONDS
     while not (ended := _ended_ranks()) and world_size() > 1 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -246,7 +254,7 @@ def _has_ended(pid: int) -> bool:
 
 @contextmanager
 def agreed(phase: str, among: Ranks = CREW) -> Iterator[None]:
-    """Run the block, then `agree` on how it went. An interruption passes straight through."""
+    """Run the block, then `agree` on its success. An interruption passes straight through."""
     error: Exception | None = None
     try:
         yield
@@ -256,14 +264,17 @@ def agreed(phase: str, among: Ranks = CREW) -> Iterator[None]:
 
 
 def all_reduce_sum(values: dict[str, float]) -> dict[str, float]:
-    """The sum over ranks of each value, added in rank order: bit-equal on all ranks and in every run.
+    """Return the sum over ranks of each value, added in rank order: bit-equal on all ranks and in
+    every run.
     Raises RuntimeError, on all ranks, when their keys differ.
     """
     return {key: sum(column) for key, column in _columns(values, operator.add).items()}
 
 
 def all_reduce_max(values: dict[str, float]) -> dict[str, float]:
-    """The largest over ranks of each value; NaN wherever one rank has NaN. Keys must be the same on all ranks."""
+    """Return the largest over ranks of each value; NaN wherever one rank has NaN. Keys must be the
+    same on all ranks.
+    """
     joined = _columns(values, lambda a, b: numpy.maximum(a, b).tolist())  # NaN wherever either has it
     return {key: largest for key, (largest,) in joined.items()}
 

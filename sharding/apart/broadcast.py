@@ -73,7 +73,7 @@ class Broadcast(Way):
         self._works: dict[int, Work] = {}
 
     def listen(self) -> None:
-        """Have rank 0 serve the store of a new group; collective."""
+        """Serve the store of a new group on rank 0. Collective."""
         with agreed("listening for engines"):
             if rank() == 0:
                 store = listen(self.ip, self._own_port, self._timeout)
@@ -84,8 +84,9 @@ class Broadcast(Way):
         self.ip, self.port = exchange([self.ip, self.port])[0]
 
     def meet(self, calls: Sequence["Future[Any]"]) -> None:
-        """Have rank 0 wait for all workers to join; collective. When one of the engines' `calls` fails, that ends it.
-        Raises RemoteError: on all ranks; it names who is missing, or what is wrong with whom.
+        """Wait on rank 0 for all workers to join, or for one of the engines' `calls` to fail.
+        Collective.
+        Raises RemoteError: on all ranks; it names the missing worker, or the culprit and the fault.
         """
         with agreed("connecting the engines"):
             if self.store is None:
@@ -187,7 +188,8 @@ def stateless_init_process_group(
     device: torch.device | None = None,
     timeout: float = 300.0,
 ) -> Broadcast:
-    """The trainer's end of a group that workers join with `init_weight_update_group`: NCCL on a GPU, gloo on the CPU.
+    """Return the trainer's end of a group that workers join with `init_weight_update_group`.
+    The group uses NCCL on a GPU and gloo on the CPU.
     `broadcast` goes with their `update_weight`, `abort` ends it. Returns when all `world_size` - 1 workers have joined.
     Raises ValueError: a `rank` other than 0; RemoteError: after `timeout` seconds, naming who is missing.
     """
@@ -246,7 +248,9 @@ class CollectiveSender:
         self._update.use(source)
 
     def refit_info(self) -> Manifest:
-        """The weights of every update: checkpoint name -> [shape, dtype]; for the engines' `prepare_refit_info`."""
+        """Return the weights of every update: checkpoint name -> [shape, dtype]; for the engines'
+        `prepare_refit_info`.
+        """
         return manifest_of(self._update.parameters)
 
     def connect(self, calls: Sequence[Any] = ()) -> None:

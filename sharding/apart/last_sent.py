@@ -36,7 +36,9 @@ class LastSent:
         self._reason = reason
 
     def begin(self, parameters: list[SourceParameter], unrecorded: set[str] | None) -> None:
-        """Prepares for an update; `unrecorded` are weights that some worker cannot read back, None: all."""
+        """Prepare for an update. `unrecorded`: weights that some worker cannot read back; None: all
+        of them.
+        """
         if unrecorded is None:
             self.forget("a worker has no record yet of where its weights go")
         self.spared = 0
@@ -50,7 +52,8 @@ class LastSent:
         self._known &= self._bytes.keys()
 
     def replace(self, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
-        """Keeps a bucket, uint8 [nbytes]; returns the patch that leads to it, or None if it has to be sent whole.
+        """Note a bucket, uint8 [nbytes], and return the patch that leads to it; None: it has to be
+        sent whole.
 
         `fields` are those of its message.
         """
@@ -75,12 +78,16 @@ class LastSent:
         return patch
 
     def commit(self) -> str:
-        """Notes that all workers hold what was sent; returns why it was all sent again, "" if it was not."""
+        """Note that all workers hold the weights sent. Return why all were sent again, or "" if
+        they were not.
+        """
         self._known, self._sizes = set(self._bytes), {}
         reason, self._reason = self._reason, ""
         return reason
 
     def forget(self, reason: str) -> None:
-        """Has everything sent next; the first `reason` is told if anything was known."""
+        """Send everything in the next update. The first `reason` is reported, if there was anything
+        to patch.
+        """
         self._reason = self._reason or (reason if self._known else "")
         self._known, self._sizes = set(), {}

@@ -1,10 +1,10 @@
 """Orders and weights from the ranks that train to ranks that only generate, or hold replicas that generate.
 
-Rank 0 says through the run's store what comes next, and the weights follow by broadcast (`sharding.apart.broadcast`).
-Which order comes when is a function of the step: nothing is queued, and nothing is decided by who is faster.
+Rank 0 announces each order through the run's store, and the weights follow by broadcast (`sharding.apart.broadcast`).
+The sequence of orders is a function of the step: nothing is queued, and nothing depends on which rank is faster.
 
-Before each update the engines' ranks say whether workers have come or gone. If so, all workers join a new group. Where
-a replica is lost while weights travel, the update begins again with those that are left.
+Before each update the engines' ranks report whether workers have come or gone. If so, all workers join a new group. If
+a replica is lost while weights travel, the update begins again with the remaining ones.
 """
 
 import math
@@ -29,7 +29,7 @@ from sharding.wire.group import GroupStore, StoreChannel, own_address
 
 
 def _line(store: dist.Store, number: int, outwards: bool) -> StoreChannel:
-    """One end of the conversation of rank 0 with rank `number` of the run."""
+    """Return one end of the conversation between rank 0 and rank `number` of the run."""
     there, back = f"apart/to/{number}", f"apart/from/{number}"
     boxes = (there, back) if outwards else (back, there)
     return StoreChannel(GroupStore(store, "the run's store"), *boxes)
@@ -91,15 +91,17 @@ class EnginesApart:
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
-        """Inside, orders (`begin`) bring this policy's weights. There is nothing to make room for."""
+        """Take the policy for the block, in which orders (`begin`) bring its weights. No memory is
+        moved.
+        """
         self._policy = policy
         self.report = SyncReport(policy.version)
         yield
         self.sleep()
 
     def begin(self, kind: str, **order: Any) -> int:
-        """Order something of the engines, and bring them the policy's weights, verified. Collective among the ranks
-        that train; returns the version, which is the only one that the order may be carried out with.
+        """Give the engines an order, and bring them the policy's weights, verified. Collective among training ranks.
+        Returns the version of the weights, with which alone the order may be carried out.
         """
         policy = self._policy
         assert policy is not None
@@ -128,7 +130,9 @@ class EnginesApart:
                     raise
 
     def _gather(self, members: list[dict[str, Any]]) -> CollectiveSender:
-        """Have all workers join a new group of rank 0. Updates are counted on: vLLM keeps adapters by these numbers."""
+        """Form a new group of rank 0 and all workers. Sessions continue to count: vLLM keeps
+        adapters by these numbers.
+        """
         session = 0
         if self._sender is not None:
             self._sender.close()
@@ -145,11 +149,13 @@ class EnginesApart:
         return sender
 
     def _calls(self) -> list[Any]:
-        """Return the pending calls of all engines, for what they are asked next."""
+        """Return the pending calls of all engines for their next request."""
         return [PendingCall(line, n, self._timeout) for line, n in zip(self._lines, self._ranks, strict=False)]
 
     def _hear(self, kind: str) -> list[dict[str, Any]]:
-        """The next message of this kind from each line, past what was said of an update that has failed. Collective."""
+        """Return the next message of this kind from each line, skipping those of a failed update.
+        Collective.
+        """
         messages: list[dict[str, Any]] = []
         with agreed("hearing of the engines"):
             for line in self._lines:
@@ -161,13 +167,13 @@ class EnginesApart:
         return exchange(messages)[0]  # type: ignore[no-any-return]
 
     def sleep(self) -> None:
-        """The shift is over; engines apart stay awake."""
+        """End the shift. Engines on other devices stay awake."""
         then, self.then = self.then, None
         if then is not None:
             then()
 
     def close(self) -> None:
-        """Let the engines' ranks leave; never raises."""
+        """Release the ranks that generate; never raises."""
         with suppress(SyncError):  # the store has gone, and with it they
             self._tell("end", failed=sys.exception() is not None)
         if self._sender is not None:
@@ -187,11 +193,13 @@ class TrainersApart:
         self._joined = False
 
     def hear(self) -> dict[str, Any]:
-        """The next order: its `kind`, the `version` of the weights that follow, and what else `begin` was given."""
+        """Return the next order: its `kind`, the `version` of the weights that follow, and the
+        fields given to `begin`.
+        """
         return self._line.receive(math.inf, "order of the ranks that train")
 
     def receive(self, version: int) -> None:
-        """Have the engine hold weights of this version, and no others, or raise."""
+        """Bring the engine to exactly this version of the weights, or raise."""
         while not self._take(version):
             pass
         probe = self._line.receive(self._timeout, "probe of the weights")["probe"]
@@ -199,7 +207,9 @@ class TrainersApart:
             check_probe(self._leader, probe, self._timeout)
 
     def _take(self, version: int) -> bool:
-        """One update, before which new workers join a group; False where it has to begin again, with other replicas."""
+        """Receive one update, before which new workers join a group. Return False if it has to
+        begin again with other replicas.
+        """
         method, timeout = "update_weights_from_collective", self._timeout
         with self._telling("members") as members:
             members |= self._members()
@@ -236,14 +246,16 @@ class TrainersApart:
         return engine.ask_workers("init_collective", rank(), ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
 
     def _do(self, what: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
-        """Have the engine do what rank 0 waits for; its error goes there, too."""
+        """Run an action on the engine, and report its end, or its error, to rank 0, which waits for
+        it.
+        """
         with self._telling("done"):
             if self._leader is not None:
                 self._leader.thread.run(action(self._leader.engine), self._timeout, what)
 
     @contextmanager
     def _telling(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Tell rank 0 what the block puts into the message, or its error."""
+        """Send rank 0 the message that the block fills, or the block's error."""
         message: dict[str, Any] = {}
         try:
             yield message

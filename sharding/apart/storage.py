@@ -22,10 +22,10 @@ _CPU = torch.device("cpu")
 
 
 class Storage(Way):
-    """Rank 0 writes each bucket to the folder, from which all workers read it. See `Way`.
+    """A folder to which rank 0 writes each bucket, and from which all workers read it. See `Way`.
 
-    A weight is never cut: readers other than this run's workers may need it whole. What is sent again to be compared
-    lies behind the update in the slot, and is cut off before that becomes the current one.
+    A weight is never cut: readers other than this run's workers may need it whole. Weights that are sent again to be
+    compared lie behind the update in the slot, and are cut off before the slot becomes the current one.
     """
 
     reader, cuts, shares = "storage", False, False
@@ -120,7 +120,7 @@ class StorageWriter:
         bucket_bytes: int = 512 << 20,
         timeout: float = 300.0,
     ) -> None:
-        """Write to `folder` what `source` gathers on `device`; readers get `timeout` seconds to leave a slot."""
+        """Write the weights of `source`, gathered on `device`; readers get `timeout` seconds to leave a slot."""
         self._folder = Path(folder)
         settings = SyncSettings("off", bucket_bytes, timeout)
         self._update = Update(source, Storage(folder, device, timeout), settings)
@@ -135,6 +135,6 @@ class StorageWriter:
 
 
 def _free_slot(folder: Path) -> dict[str, str]:
-    """The slot that the manifest does not name."""
+    """Return the slot that the manifest does not name."""
     current = read_manifest(folder)["slot"] if (folder / MANIFEST).exists() else SLOTS[1]
     return {"slot": SLOTS[1 - SLOTS.index(current)]}

@@ -38,7 +38,7 @@ class VersionedPolicy(Tenant, Protocol):
         """The number of the weights; it changes whenever they do."""
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective: all ranks call it."""
+        """Return the log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective."""
 
 
 def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | None) -> int:
@@ -59,7 +59,8 @@ def draw_probe(policy: VersionedPolicy, vocabulary: int) -> Probe:
 
 
 def check_probe(leader: Leader, probe: Probe, timeout: float) -> None:
-    """Have the engine score a probe, for at most `timeout` seconds, and compare it with the policy's scores.
+    """Score a probe with the engine, for at most `timeout` seconds, and compare with the policy's
+    scores.
 
     Raises SyncError, and leaves the engine without a version, if their mean gap exceeds `PROBE_TOLERANCE`.
     """

@@ -159,13 +159,15 @@ class Pull(Staged):
         }
 
     def _elements(self, name: str) -> tuple[int, str]:
-        """The number of this rank's first element of a parameter, and the dtype it is kept in."""
+        """Return the number of this rank's first element of a parameter, and the dtype it is kept
+        in.
+        """
         first, values = self._held.own_values(name)
         return first, str(values.dtype).removeprefix("torch.")
 
     def not_pulled(self, parameters: list[SourceParameter], unsplit: Collection[str]) -> list[SourceParameter]:
-        """The parameters that cannot be pulled: those with a weight in `unsplit`, and those that no rank holds as runs
-        of elements.
+        """Return the parameters that cannot be pulled: those with a weight in `unsplit`, and those
+        that no rank holds as runs of elements.
         """
         return [p for p in parameters if p.name not in self._parts or any(piece.name in unsplit for piece in p.pieces)]
 

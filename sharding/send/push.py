@@ -94,7 +94,7 @@ class SyncReport:
 
 
 def futures(calls: Sequence[Any]) -> "list[Future[Any]]":
-    """Engines' calls as futures: Ray's ObjectRefs have one each."""
+    """Return engines' calls as futures; each of Ray's ObjectRefs has one."""
     return [call.future() if hasattr(call, "future") else call for call in calls]
 
 
@@ -147,7 +147,7 @@ class Link:
         self.messages += 1
 
     def collect(self) -> dict[str, Any]:
-        """The answer to the oldest unanswered message."""
+        """Return the answer to the oldest unanswered message."""
         if self.error is not None or not self.unanswered:
             return {}
         try:
@@ -168,7 +168,9 @@ class Link:
                 self._channel.send("abort", session=self._session, reason=reason)
 
     def has_left(self, seconds: float) -> bool:
-        """After `abort`: True once the worker says that it has left, False where it does not within `seconds`."""
+        """Return True once an aborted worker says that it has left, False if it does not within
+        `seconds`.
+        """
         try:
             while not (self.left or self.lost):
                 self._receive(seconds)  # what it has answered before it read of the end
@@ -177,7 +179,7 @@ class Link:
         return not self.lost
 
     def _receive(self, timeout: float, still_alive: Look = lambda: None) -> dict[str, Any]:
-        """The next message of this update."""
+        """Return the next message of this update."""
         while True:
             answer = self._channel.receive(timeout, f"answer from the worker on {self.worker}", still_alive)
             if answer.get("session") == self._session:
@@ -216,12 +218,14 @@ class Workers:
                 link.post(kind, **fields)
 
     def collect(self) -> list[dict[str, Any]]:
-        """Each worker's answer to the oldest unanswered message; [] after a failure."""
+        """Return each worker's answer to the oldest unanswered message; [] after a failure."""
         answers = [link.collect() for link in self.links] if self.error is None else []
         return [] if self.error else answers
 
     def collect_last(self) -> list[dict[str, Any]]:
-        """Each worker's answer to the latest message, once all before it are answered; [] after a failure."""
+        """Return each worker's answer to the latest message, once all before it are answered; []
+        after a failure.
+        """
         while self.error is None and any(link.unanswered > 1 for link in self.links):
             self.collect()
         return self.collect()

@@ -38,7 +38,7 @@ more time where they are large. NCCL makes no copies.
 """
 
 Addition = tuple[float, str, str]
-"""A scale, and the names under which `FsdpWeightSource.in_memory` has the factors B and A of what is added."""
+"""A scale, and the names under which `FsdpWeightSource.in_memory` has the factors B and A of the addition."""
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
 """(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
@@ -49,7 +49,7 @@ class WeightSource(Protocol):
     """The weights of a policy, as the sharding manager gathers them."""
 
     def parameters(self) -> list[SourceParameter]:
-        """All parameters in layer order, tied duplicates once, the same list on every rank."""
+        """Return all parameters in layer order, tied duplicates once, the same list on every rank."""
 
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
         """Fill each slot (uint8 [nbytes], on the policy's device) with the whole parameter in the engine's dtype.
@@ -63,20 +63,21 @@ class WeightSource(Protocol):
 
 
 class ShardedSource(WeightSource, Protocol):
-    """A source that can be asked for what a rank holds, so that it can be compared with what arrived."""
+    """A source that knows each rank's part of a weight, so that the parts can be compared with the arrived weights."""
 
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
-        """This rank's part of a parameter: the number of the first element, and the values, flat, yet to be cast.
+        """Return this rank's part of a parameter: the first element's number, and the flat values,
+        yet to be cast.
         Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19. Collective over the `holders`. The values must not
         be changed; padding may follow them.
         """
 
     def holders(self, name: str) -> list[int]:
-        """The ranks whose parts are the whole parameter, this one among them."""
+        """Return the ranks whose parts are the whole parameter, this one among them."""
 
 
 def one_piece(name: str, shape: torch.Size) -> list[tuple[str, int, tuple[int, ...]]]:
-    """The layout of a parameter that its checkpoint stores under its own name."""
+    """Return the layout of a parameter that its checkpoint stores under its own name."""
     return [(name, 0, tuple(shape))]
 
 
@@ -138,7 +139,7 @@ class FsdpWeightSource:
 
     def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
         """Gather parameters into their slots, as one collective.
-        Returns what to wait for, and memory to keep until then.
+        Returns the work to wait for, and memory to keep until then.
         """
         parts = dist.get_world_size(group)
         shards = [self._padded_shard(name, slot.numel() // parts).to(slot.device) for name, slot in pairs]
@@ -155,7 +156,7 @@ class FsdpWeightSource:
         return first, self._to_send(name, values, first)
 
     def _own_part(self, name: str) -> tuple[int, torch.Tensor]:
-        """Return what `own_values` returns, as it lies in this rank's memory."""
+        """Return the values of `own_values` as they lie in this rank's memory."""
         tensor = self._tensors[name]
         if (group := shard_group(tensor)) is None:
             return 0, _whole(tensor).reshape(-1)
@@ -169,7 +170,9 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def shards(self) -> dict[str, torch.Tensor]:
-        """This rank's parts of those parameters that need no gather, as they lie in its memory: name -> flat."""
+        """Return this rank's parts of the parameters that need no gather, in place: name -> flat
+        view.
+        """
         return {name: local_part(self._tensors[name]).view(-1) for name in self._local_names}
 
     @cached_property
@@ -177,11 +180,11 @@ class FsdpWeightSource:
         return [name for name, t in self._tensors.items() if shard_group(t) is not None or not _is_cut(t)]
 
     def in_memory(self) -> "FsdpWeightSource":
-        """Return the source of what ranks hold, before adapters are added: here this one."""
+        """Return the source of the weights in the ranks' memory, before adapters are added: here this one."""
         return self
 
     def additions(self) -> dict[str, Addition]:
-        """Return what is added to some parameters on their way, by name: nothing here."""
+        """Return the additions to parameters made as they are sent, by name: none here."""
         return {}
 
     def holders(self, name: str) -> list[int]:
@@ -189,13 +192,16 @@ class FsdpWeightSource:
         return [rank()] if group is None else dist.get_process_group_ranks(group)
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
-        """The values to send for elements [offset, offset + n) of a parameter, `values` [n]: here they themselves.
+        """Return the values to send for elements [offset, offset + n) of a parameter: here `values`
+        [n] unchanged.
         Called on all ranks of the parameter's group, in the same order. `values` must not be changed.
         """
         return values
 
     def _padded_shard(self, name: str, nbytes: int, start: int = 0) -> torch.Tensor:
-        """This rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes]; zeros where it has ended."""
+        """Return this rank's shard in the engine's dtype from byte `start` on, as uint8 [nbytes],
+        padded with zeros.
+        """
         count = nbytes // self._dtype.itemsize
         local = self._stretch(name, start // self._dtype.itemsize, count)
         if local.dtype == self._dtype and local.numel() == count:
@@ -206,32 +212,36 @@ class FsdpWeightSource:
 
 
 def _batches(pairs: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Pairs for one collective each: all of a bucket, except that large ones go alone where gloo copies them twice."""
+    """Group pairs by collective: all of a bucket in one, but large ones alone where gloo copies
+    them twice.
+    """
     large = [pair for pair in pairs if not pair[1].is_cuda and pair[1].numel() > LARGE_BYTES]
     small = [pair for pair in pairs if pair[1].is_cuda or pair[1].numel() <= LARGE_BYTES]
     return [[pair] for pair in large] + ([small] if small else [])
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
-    """The parameter's shape; ZeRO-3 leaves it empty and remembers the shape beside it."""
+    """Return the parameter's shape; ZeRO-3 leaves it empty and remembers the shape beside it."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def partition(tensor: Any) -> torch.Tensor:
-    """This rank's stretch of a parameter that ZeRO-3 has cut."""
+    """Return this rank's stretch of a parameter that ZeRO-3 has cut."""
     stretch: torch.Tensor = tensor.ds_tensor
     return stretch.detach()
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """This rank's part of a parameter: rows of a DTensor, ZeRO-3's stretch of it, or all of one that is whole."""
+    """Return this rank's part of a parameter: rows of a DTensor, ZeRO-3's stretch, or all of a
+    whole one.
+    """
     if hasattr(tensor, "ds_tensor"):
         return partition(tensor)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
-    """Elements of the first rank's part, which no other's exceeds."""
+    """Return the number of elements of the first rank's part, the largest."""
     if hasattr(tensor, "ds_tensor"):
         return partition(tensor).numel()
     return math.ceil(tensor.shape[0] / ranks) * (tensor.numel() // tensor.shape[0])
@@ -245,7 +255,7 @@ class StreamSource:
     repeatable = False  # so weights are sent whole, and cannot be verified
 
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`info` says what will come: checkpoint name -> [shape, dtype to send it in]."""
+        """`info`: the weights to come: checkpoint name -> [shape, dtype to send it in]."""
         self._info = info
         self._weights = iter(weights)
         self._early: dict[str, torch.Tensor] = {}
@@ -308,7 +318,7 @@ def unsharded(tensor: DTensor) -> torch.Tensor:
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
-    """True if other ranks hold parts of a DTensor."""
+    """Return True if other ranks hold parts of a DTensor."""
     if not isinstance(tensor, DTensor):
         return False
     sizes = enumerate(tensor.placements)
@@ -316,7 +326,8 @@ def _is_cut(tensor: torch.Tensor) -> bool:
 
 
 def shard_group(tensor: Any) -> dist.ProcessGroup | None:
-    """The process group whose ranks' parts, one after another, are the parameter; None where a plain gather must do.
+    """Return the process group whose ranks' parts, in order, make up the parameter; None if a plain
+    gather must do.
     Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None,
     as do experts that are cut twice (`policy.expert_parallel`) into unequal parts.
     """
@@ -338,7 +349,9 @@ def shard_group(tensor: Any) -> dist.ProcessGroup | None:
 
 
 def _inner_first(mesh: DeviceMesh, outer: int, inner: int) -> tuple[int, ...]:
-    """The ranks that hold a tensor cut first over `inner`, then over `outer`, in the order of their parts."""
+    """Return the ranks that hold a tensor cut first over `inner`, then over `outer`, in the order
+    of their parts.
+    """
     here: Any = mesh.get_coordinate()
     place = tuple(slice(None) if i in (outer, inner) else at for i, at in enumerate(here))
     return tuple(mesh.mesh[place].t().flatten().tolist())
@@ -346,7 +359,7 @@ def _inner_first(mesh: DeviceMesh, outer: int, inner: int) -> tuple[int, ...]:
 
 @lru_cache
 def _group_of(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group with its ranks in this order. Collective when first called in a world."""
+    """Return a process group with its ranks in this order. Collective when first called in a world."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
     return group
 
@@ -359,11 +372,14 @@ class LowRank(NamedTuple):
     scale: float
 
     def added_to(self, weight: torch.Tensor) -> torch.Tensor:
-        """The sum for a whole weight [out, in] of any dtype, as a new float32 tensor. Collective."""
+        """Return the sum for a whole weight [out, in] of any dtype, as a new float32 tensor.
+        Collective.
+        """
         return self.added_to_stretch(weight.reshape(-1), 0).view(weight.shape)
 
     def added_to_stretch(self, values: torch.Tensor, offset: int) -> torch.Tensor:
-        """The sum for the weight's elements [offset, offset + n), as a new float32 tensor [n]. Collective.
+        """Return the sum for the weight's elements [offset, offset + n), as a new float32 tensor
+        [n]. Collective.
         `values` [n] may reach beyond the weight's end, as the padding of a last shard does; that is left as it is.
         """
         a, b = (gathered(factor).to(torch.float32, copy=True) for factor in (self.a, self.b))
@@ -377,7 +393,7 @@ class LowRank(NamedTuple):
 
 
 class MergingWeightSource(FsdpWeightSource):
-    """A `WeightSource` of base weights, some of which go out with their adapter added."""
+    """A `WeightSource` of base weights, some of which are sent with their adapter added."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Slot:
         return self.nbytes == self.parameter.nbytes
 
     def stretches(self) -> Iterator[Stretch]:
-        """The elements of the checkpoint's tensors that lie here; padding is left out.
+        """Return the elements of the checkpoint's tensors that lie here; padding is left out.
         Of [8, 64] float32 from two shards of 1024 bytes, the part with `start` 512 and 1024 bytes holds elements 128
         to 255 and 384 to 511.
         """
@@ -65,12 +65,14 @@ class Bucket:
     nbytes: int
 
     def pieces(self) -> list[Piece]:
-        """Every checkpoint tensor that is whole in the bucket, with its byte offset in the bucket."""
+        """Return every checkpoint tensor that is whole in the bucket, with its byte offset in the
+        bucket.
+        """
         slots = [slot for slot in self.slots if slot.whole]
         return [Piece(p.name, p.dtype, p.shape, s.offset + p.offset) for s in slots for p in s.parameter.pieces]
 
     def stretches(self) -> list[Stretch]:
-        """The elements of the other tensors in the bucket."""
+        """Return the elements of the other tensors in the bucket."""
         return [stretch for slot in self.slots if not slot.whole for stretch in slot.stretches()]
 
 
@@ -149,7 +151,7 @@ class Transfer(Protocol):
         """
 
     def needed_whole(self) -> set[str] | None:
-        """The weights that the loaders of some worker need whole; None: all. Collective."""
+        """Return the weights that the loaders of some worker need whole; None: all. Collective."""
 
     def post(self, kind: str, **fields: Any) -> None:
         """Send this rank's workers a message, whose answer is waited for at the end of the update."""
@@ -183,10 +185,10 @@ class Way(Protocol):
         return
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
-        """Have the buffers ready for an update. `read`: this rank's worker is going to read them."""
+        """Prepare the buffers of an update. `read`: this rank's worker is going to read them."""
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """Let the workers have a bucket, which `gather` has filled a buffer with.
+        """Offer the workers a bucket that `gather` has filled a buffer with.
         `kind`: "bucket", or "compare" for weights that are sent again to be compared.
         `fields`: of its message: `buffer`, `nbytes`, `stamp`, and what it holds (`pieces`, `stretches`).
         `failed`: this rank's worker gets no more messages.
@@ -287,7 +289,9 @@ class ZeroCopy(Staged):
             update.push_all()
 
     def finish(self, release: bool) -> None:
-        """After the first update, when the engine holds the trainer's weights, have the trainer compute in them."""
+        """Move the trainer's computation into the engine's memory after the first update, when it
+        holds the weights.
+        """
         super().finish(release=True)
         if self.in_place:
             return

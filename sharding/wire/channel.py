@@ -22,8 +22,8 @@ class SyncError(RuntimeError):
 
 
 def pack(kind: str, **fields: Any) -> bytes:
-    """A message as it travels.
-    Raises SyncError: it is larger than what is taken at the other end, which would drop it without a word.
+    """Encode a message.
+    Raises SyncError: it is larger than the other end accepts, which would drop it without a word.
     """
     packed = msgspec.msgpack.encode({"kind": kind, **fields})
     if len(packed) > MAX_MESSAGE_BYTES:
@@ -32,7 +32,7 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 def unpack(packed: bytes, waiting_for: str) -> dict[str, Any]:
-    """The message in bytes that `pack` has made, wherever they come from. Raises SyncError: they are not a message."""
+    """Decode a message that `pack` has made. Raises SyncError: the bytes are not a message."""
     try:
         message = msgspec.msgpack.decode(packed)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -54,7 +54,7 @@ class MessageLine(Protocol):
         """Wait for the next message, as `Channel.receive` does."""
 
     def waiting(self) -> bool:
-        """True if a message is there already."""
+        """Return True if a message is there already."""
 
 
 class Channel:
@@ -76,9 +76,10 @@ class Channel:
             raise SyncError(f"nobody is connected to send {kind!r} to: the process at the other end has gone") from None
 
     def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
-        """The next message, within `timeout` seconds; the error names what it was `waiting_for`.
+        """Return the next message, within `timeout` seconds; the error names what it was
+        `waiting_for`.
         `still_alive`: called between polls.
-        Raises TimeoutError: nothing arrived in time; what is larger than `MAX_MESSAGE_BYTES` never does.
+        Raises TimeoutError: nothing arrived in time; a message larger than `MAX_MESSAGE_BYTES` never does.
         Raises SyncError: the bytes that arrived are not a message.
         """
         deadline = time.monotonic() + timeout
@@ -92,7 +93,7 @@ class Channel:
                 raise TimeoutError(f"no {waiting_for} within {timeout:.0f} s")
 
     def waiting(self) -> bool:
-        """True if a message is there already."""
+        """Return True if a message is there already."""
         return bool(self._socket.poll(0))
 
     def _put(self, packed: bytes) -> None:
@@ -107,8 +108,8 @@ class Channel:
 
 
 class Listener(Channel):
-    """The trainer's end, in the run's private folder. It knows its peer by a secret that only the peer was told: who
-    else connects, before the peer or after it, is neither heard nor in its way.
+    """The trainer's end, in the run's private folder. It knows its peer by a secret that only the peer received;
+    anyone else who connects, before the peer or after it, is ignored.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -120,7 +121,7 @@ class Listener(Channel):
         self.endpoint = f"ipc://{self._path}"
         self._speaker = self._peer = b""  # who spoke last, and whom we listen to, by numbers that ZMQ gives them
         socket = _socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what is sent to a peer that has gone is an error
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that has gone is an error
         socket.bind(self.endpoint)
         super().__init__(socket)
 
@@ -160,7 +161,7 @@ def _socket(kind: int) -> "zmq.Socket[bytes]":
 
 
 def connect(endpoint: str, secret: str, device_id: str, pid: int) -> Channel:
-    """The worker's end: connect and say who we are."""
+    """Connect the worker's end, and introduce the worker."""
     socket = _socket(zmq.DEALER)
     socket.connect(endpoint)
     channel = Channel(socket)

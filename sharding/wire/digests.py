@@ -57,8 +57,9 @@ def packed(sums: Tensor) -> bytes:
 
 @torch.no_grad()
 def sum_up(blocks: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sums of all elements of these tensors in order, cast to `dtype`: int64 [128 + 128 + pages]; of columns, of
-    lines, of pages. Each tensor holds at most `BLOCK`, and begins a line. Of one on meta all elements count as 0.
+    """Return the sums of all elements of these tensors in order, cast to `dtype`: int64 [128 + 128
+    + pages]; of columns, of lines, of pages. Each tensor holds at most `BLOCK`, and begins a
+    line. Of one on meta all elements count as 0.
     """
     line_sums: list[Tensor | int] = []
     columns: Tensor | None = None
@@ -78,8 +79,8 @@ def sum_up(blocks: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A block's bytes as int64 [n, 128], and those behind the last whole line once more so, with zeros after them. Few
-    bytes are copied rather than looked at twice.
+    """Yield a block's bytes as int64 [n, 128]; those after the last whole line follow, padded with
+    zeros. A few bytes are copied rather than read twice.
     """
     if block.dtype != dtype or not block.is_contiguous() or block.storage_offset() * dtype.itemsize % 8:
         block = (
@@ -95,7 +96,9 @@ def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
 
 @functools.lru_cache
 def _scratch(count: int, dtype: torch.dtype, device: torch.device, _thread: int) -> Tensor:
-    """A thread's memory for a block that is cast, or lies in pieces: fresh pages take longer than all the rest."""
+    """Return a thread's memory for blocks that are cast or strided: fresh pages would take longest
+    of all.
+    """
     return torch.empty(count, dtype=dtype, device=device)
 
 
@@ -109,7 +112,7 @@ def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
 
 
 def digest_of(tensors: list[Tensor], seed: int | None) -> bytes:
-    """The digest of what tensors of one dtype hold, cut as `cut` does it."""
+    """Return the digest of the elements of tensors of one dtype, cut as `cut` does it."""
     views = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors]
     pairs = zip(tensors, cut(views, seed), strict=True)
     blocks = (t.as_strided(shape, stride, offset) for t, parts in pairs for offset, shape, stride in parts)
@@ -117,8 +120,8 @@ def digest_of(tensors: list[Tensor], seed: int | None) -> bytes:
 
 
 def digests_of(weights: dict[str, list[Tensor]], seed: int | None) -> dict[str, bytes]:
-    """The digest of each weight, of all that these tensors hold of it. On a CPU two threads share whole weights: the
-    rank waits meanwhile, so its cores are idle.
+    """Return the digest of each weight, over all of its tensors. On a CPU two threads share the
+    weights between them: the rank waits meanwhile, so its cores are idle.
     """
     on_cpu = all(tensor.device.type == "cpu" for tensors in weights.values() for tensor in tensors)
     mapper = _threads().map if on_cpu and seed is None else map

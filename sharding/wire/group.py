@@ -24,7 +24,7 @@ from sharding.wire.channel import Look, SyncError, pack, unpack
 LOOK_SECONDS = 0.2
 """How often a wait looks whether the group was aborted, or the other end is gone."""
 
-_FINEST, _COARSEST = 1e-4, 5e-3  # seconds between two looks at what is waited for
+_FINEST, _COARSEST = 1e-4, 5e-3  # seconds between two looks
 _ABORTED = "aborted"
 
 
@@ -48,7 +48,9 @@ def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still
 
 
 def listen(host: str, port: int, timeout: float) -> TCPStore:
-    """The group's store, served by this process on `host` alone; port 0 is a free one, bound here and now."""
+    """Return the group's store, served by this process on `host` alone; port 0 is a free one, bound
+    here and now.
+    """
     server, longest = socket.create_server((host, port), backlog=1024), timedelta(seconds=timeout)
     port, fd = server.getsockname()[1], server.detach()
     return TCPStore(host, port, is_master=True, timeout=longest, wait_for_workers=False, master_listen_fd=fd)
@@ -72,7 +74,9 @@ def _answers(host: str, port: int) -> bool:
 
 
 def own_address(peer: str, port: int) -> str:
-    """The address of this machine under which `peer` is reached: loopback where it is on this machine, too."""
+    """Return the address of this machine under which `peer` is reached: loopback where it is on
+    this machine, too.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, port))  # sends nothing
         return str(probe.getsockname()[0])
@@ -87,7 +91,7 @@ class GroupStore:
 
     @classmethod
     def at(cls, host: str, port: int, timeout: float) -> Self:
-        """The store that a trainer serves there. Raises as `connect_store`."""
+        """Return the store that a trainer serves there. Raises as `connect_store`."""
         return cls(connect_store(host, port, timeout), f"{host}:{port}")
 
     def put(self, key: str, value: bytes) -> None:
@@ -99,7 +103,7 @@ class GroupStore:
         return bytes(self._ask(lambda: self._store.compare_set(key, "", value)))
 
     def has(self, key: str) -> bool:
-        """True if a key was written."""
+        """Return True if a key was written."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def take(self, key: str) -> bytes:
@@ -154,7 +158,7 @@ class StoreChannel:
         return unpack(packed, waiting_for)
 
     def waiting(self) -> bool:
-        """True if a message is there already."""
+        """Return True if a message is there already."""
         return self._store.has(f"{self._inbox}/{self._received}")
 
 
@@ -224,7 +228,7 @@ class BroadcastGroup:
         """Leave. A broadcast that still runs keeps its memory until it fails."""
         held, self._backend = [self._backend], None
 
-        def let_go() -> None:  # gloo's destructor waits for what is under way (torch's ProcessGroupGloo.cpp)
+        def let_go() -> None:  # gloo's destructor waits for running work (torch's ProcessGroupGloo.cpp)
             held[0].abort()
             held.clear()
 

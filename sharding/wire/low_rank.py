@@ -35,7 +35,7 @@ class Factors(NamedTuple):
         """Make the sums for the weight's elements [offset, offset + n), a block at a time.
         `values` [n]: those of W, of any dtype, on any device. Padding behind the weight's end is left out.
         `take`: gets the number of a block's first element and the sums, new and float32.
-        `wanted`: whether so many elements from a first one on are needed at all.
+        `wanted`: (first element, count) -> True if any of these elements are needed.
         """
         width = self.a.shape[1]
         rows = max(BLOCK // width, 1)
@@ -51,7 +51,7 @@ class Factors(NamedTuple):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread on CPU meanwhile; on CUDA nothing changes."""
+    """Restrict torch on the CPU to one thread for the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -63,7 +63,7 @@ class SourceParameter:
     """One parameter as the trainer holds it.
     `nbytes`: of the whole parameter in the dtype of its pieces, and of the padding its gather leaves behind.
     `pieces`: the checkpoint tensors inside; one, except where Transformers fuses (experts of an MoE layer).
-    `shards`: from how many equally large parts, one after another, it is gathered.
+    `shards`: number of equally large parts, one after another, from which it is gathered.
     """
 
     name: str
@@ -73,7 +73,9 @@ class SourceParameter:
 
 
 def manifest_of(parameters: list[SourceParameter]) -> Manifest:
-    """The manifest of what a source sends. Raises SyncError: two parameters hold a weight of the same name."""
+    """Return the manifest of what a source sends. Raises SyncError: two parameters hold a weight of
+    the same name.
+    """
     manifest: Manifest = {}
     for piece in (piece for parameter in parameters for piece in parameter.pieces):
         if piece.name in manifest:
@@ -83,7 +85,7 @@ def manifest_of(parameters: list[SourceParameter]) -> Manifest:
 
 
 def differences(sent: Manifest, expected: Manifest) -> list[str]:
-    """One sentence for each weight that is missing, unexpected, or of another shape or dtype; [] when they agree."""
+    """Return a sentence for each weight that is missing, unexpected, or of another shape or dtype."""
     complaints = [f"{name} is missing" for name in expected if name not in sent]
     complaints += [f"{name} is not expected" for name in sent if name not in expected]
     for name in (name for name in sent if name in expected):
@@ -113,7 +115,8 @@ def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtypes: lis
 
 
 def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
-    """The manifest of a checkpoint on disk, read from the headers of its safetensors files, in an engine of `dtype`.
+    """Return the manifest of a checkpoint on disk, read from the headers of its safetensors files,
+    in an engine of `dtype`.
     `model`: a folder, or the name of a model in the local hub cache.
     `tied`: the output head is the embedding, and not a weight of its own, whatever the files hold.
 
@@ -135,5 +138,5 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
 
 
 def first_names(names: list[str]) -> str:
-    """The first few names, for an error."""
+    """Return the first few names, for an error."""
     return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

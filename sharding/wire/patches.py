@@ -20,7 +20,9 @@ _SLICE_BLOCKS = 64  # 8 MiB of a bucket, for which temporaries take 100 MiB at m
 
 
 def patch_between(before: Tensor, after: Tensor) -> Tensor | None:
-    """The patch from one content of a bucket to another, both uint8 [n], n even; None if it would not be smaller."""
+    """Return the patch from one content of a bucket to another, both uint8 [n], n even; None if it
+    would not be smaller.
+    """
     words, former = after.view(torch.int16), before.view(torch.int16)
     counts = torch.empty(_blocks(words), dtype=torch.int32, device=after.device)
     for blocks, stretch in _slices(words):
@@ -43,13 +45,15 @@ def patch_between(before: Tensor, after: Tensor) -> Tensor | None:
 
 
 def apply_patch(patch: Tensor, memory: Tensor) -> None:
-    """Changes a bucket's former content, uint8 [n], by a patch. Whatever a damaged patch says stays in the bucket."""
+    """Apply a patch to a bucket's former content, uint8 [n]. A damaged patch writes nothing outside
+    of it.
+    """
     words = memory.view(torch.int16)
     start = 4 * _blocks(words)
     counts = patch[:start].view(torch.int32)
     total = int(counts.sum())
     if int(counts.min()) < 0 or start + 4 * total > patch.nbytes:
-        return  # digests find what is missing
+        return  # digests find the missing words
     places, values = _split(patch, start, total)
     first = 0
     for blocks, stretch in _slices(words):
@@ -62,13 +66,15 @@ def apply_patch(patch: Tensor, memory: Tensor) -> None:
 
 
 def _split(patch: Tensor, start: int, total: int) -> tuple[Tensor, Tensor]:
-    """Returns the places and the values of a patch with `total` changed words: views of it, int16 [total]."""
+    """Return the places and the values of a patch with `total` changed words: views of it, int16
+    [total].
+    """
     rest = patch[start:].view(torch.int16)
     return rest[:total], rest[total : 2 * total]
 
 
 def _counts(changed: Tensor) -> Tensor:
-    """Returns how many of the words, bool [n], are true in each block: int32 [blocks]."""
+    """Return how many of the words, bool [n], are true in each block: int32 [blocks]."""
     end = len(changed) >> _BLOCK_BITS << _BLOCK_BITS  # of the last complete block
     counts = changed[:end].view(-1, 1 << _BLOCK_BITS).sum(1, dtype=torch.int32)
     last = changed[end:].sum(dtype=torch.int32).view(1)
@@ -76,7 +82,7 @@ def _counts(changed: Tensor) -> Tensor:
 
 
 def _slices(words: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yields the blocks and the words of each slice."""
+    """Yield the blocks and the words of each slice."""
     for first in range(0, _blocks(words), _SLICE_BLOCKS):
         last = first + _SLICE_BLOCKS
         yield slice(first, last), slice(first << _BLOCK_BITS, last << _BLOCK_BITS)

@@ -7,7 +7,7 @@ trainer's two staging buffers are such memory, and so are the engine's weights w
 Either is exported once, opened once and closed once; only offsets travel after.
 
 vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available), so a sleeping worker frees
-its pages here. Addresses stay what they are; the pages return as zeros when touched.
+its pages here. Addresses stay the same; the pages return as zeros when touched.
 """
 
 import ctypes
@@ -39,12 +39,14 @@ def stamp(buffer: torch.Tensor, number: int) -> None:
 
 
 def stamped(buffer: torch.Tensor) -> int:
-    """The number of the bucket in the buffer; a worker that reads other memory than the trainer wrote finds another."""
+    """Return the number of the bucket in the buffer; a worker that reads other memory than the
+    trainer wrote finds another.
+    """
     return int(buffer[-STAMP_BYTES:].view(torch.int64).item())
 
 
 def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
-    """The bucket at the start of a staging buffer, after a look at the stamp behind it.
+    """Return the bucket at the start of a staging buffer, after a look at the stamp behind it.
     Raises SyncError: the memory holds another bucket than was announced.
     """
     marked = buffer[: message["nbytes"] + STAMP_BYTES]
@@ -54,7 +56,9 @@ def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tenso
 
 
 def with_stamp(nbytes: int) -> int:
-    """Bytes of a buffer for buckets of `nbytes`: 1000 and 1001 come to 1008 and 1016, whose stamps are aligned."""
+    """Return the bytes of a buffer for buckets of `nbytes`, aligned for the stamp: 1000 and 1001
+    give 1008 and 1016.
+    """
     return -(-nbytes // STAMP_BYTES) * STAMP_BYTES + STAMP_BYTES
 
 
@@ -93,7 +97,7 @@ class MemoryFile:
             raise SyncError(f"{reason}: {remedy}") from error
 
     def close(self) -> None:
-        """Let go of the file; its pages are freed when no tensor here or elsewhere is left."""
+        """Close the file; its pages are freed when no tensor here or elsewhere is left."""
         self.tensors = []
         if self._fd >= 0:
             os.close(self._fd)
@@ -142,7 +146,7 @@ def _open_cuda(arguments: list[Any], nbytes: int, device: torch.device) -> torch
 
 
 def wait_for_writes(device: torch.device) -> None:
-    """Return when another process can read what was written: kernels may still be queued on CUDA."""
+    """Wait until another process can read everything written: kernels may still be queued on CUDA."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -176,7 +180,7 @@ class CudaIpcStaging:
         self.handle = self.handle or cuda_handle([buffer.untyped_storage() for buffer in self.buffers])
 
     def close(self) -> None:
-        """Drop the buffers and collect what the worker has released (without `ipc_collect` it would stay)."""
+        """Drop the buffers and collect memory that the worker has released (it would stay without `ipc_collect`)."""
         self.buffers = []
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
@@ -186,13 +190,15 @@ Staging = SharedMemoryStaging | CudaIpcStaging
 
 
 def make_staging(nbytes: int, device: torch.device) -> Staging:
-    """Two buffers of `nbytes` and a stamp on the policy's device."""
+    """Return two buffers on the policy's device, each of `nbytes` and a stamp."""
     nbytes = with_stamp(nbytes)
     return CudaIpcStaging(nbytes, device) if device.type == "cuda" else SharedMemoryStaging(nbytes)
 
 
 def device_id(device: torch.device, rank_in_group: int) -> str:
-    """Names the device of a rank and its worker: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
+    """Return the name of a rank's and its worker's device: the UUID on CUDA, `cpu:<rank in the
+    engine group>` on CPU.
+    """
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu:{rank_in_group}"
 
 
@@ -228,7 +234,7 @@ def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) 
 
 
 def return_free_pages() -> None:
-    """Give back what malloc keeps of freed memory, which after a training step may be gigabytes."""
+    """Return freed memory that malloc retains to the system: gigabytes, after a training step."""
     if hasattr(_libc, "malloc_trim"):  # of glibc alone
         _libc.malloc_trim(0)
 

@@ -20,7 +20,7 @@ from sharding.worker.recording import LoadWatcher
 class AdapterLoader:
     """One version of the adapter of one worker; the methods of `WeightLoader`."""
 
-    plain = False  # vLLM scales and pads what it is sent
+    plain = False  # vLLM scales and pads the factors
     recording = None  # every update fills the room for another adapter
     left_out: ClassVar[list[str]] = []
 
@@ -44,14 +44,14 @@ class AdapterLoader:
         self._factors += copy_of(weights)
 
     def load_parts(self, parts: list[Part]) -> None:
-        """None come, as `whole` says."""
+        """Refuse: factors travel whole, as `whole` says."""
         raise SyncError(f"{parts[0][0]} arrived in parts, but vLLM needs an adapter's factors whole")
 
     def whole(self) -> None:
-        """All factors."""
+        """Return None: all factors have to arrive whole."""
 
     def compare(self, weights: NamedTensors) -> list[str]:
-        """Nothing to compare, as `plain` says."""
+        """Return no differences, since there is nothing to compare, as `plain` says."""
         return []
 
     def finish(self) -> None:
@@ -83,7 +83,7 @@ class AdapterLoader:
         )
 
     def unreplayable(self) -> None:
-        """Nothing is recorded."""
+        """Return None, since nothing is recorded."""
 
     def abort(self) -> None:
         """Give up this update: the engine keeps no adapter that a request asks for."""

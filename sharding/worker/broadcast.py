@@ -64,7 +64,9 @@ class Membership:
         return str(group["token"]).encode()
 
     def stands(self, place: Place) -> bool:
-        """True if this is a membership in the group that `place` describes, and the group can be used."""
+        """Return True if this is a membership in the group that `place` describes, and the group
+        can be used.
+        """
         try:
             self.store.check_aborted()
             now = msgspec.msgpack.decode(GroupStore.at(place.ip, place.port, 1.0).read("group"))
@@ -114,7 +116,9 @@ class BroadcastBuckets:
         return stamped_bucket(self._buffers[message["buffer"]], message | {"nbytes": _sent_bytes(message)})
 
     def close(self, reason: str | None = None) -> None:
-        """Let go of the buffers. With a reason the group ends for all: other members may wait in a broadcast."""
+        """Release the buffers. With a reason the group ends for all: other members may wait in a
+        broadcast.
+        """
         self._buffers = []
         self._works.clear()
         membership = self._worker.hotbunk_membership
@@ -124,7 +128,7 @@ class BroadcastBuckets:
 
 
 def _sent_bytes(message: dict[str, Any]) -> int:
-    """The bytes of a bucket, or of the patch that is sent in its place."""
+    """Return the bytes of a bucket, or of the patch that is sent in its place."""
     nbytes: int = message.get("patch", message["nbytes"])
     return nbytes
 
@@ -143,7 +147,7 @@ class CollectiveCarrier(ChannelCarrier):
         self.answer(left=True)
 
     def fail(self, error: Exception) -> None:
-        """Tell the trainer, and take part in what was announced until it gives up, since a broadcast needs everybody.
+        """Tell the trainer, and join announced broadcasts until it gives up, since a broadcast needs everybody.
         If the group itself has failed, the other members learn it from the store.
         """
         try:

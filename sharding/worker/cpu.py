@@ -1,7 +1,7 @@
-"""Replacements, in a worker on a CPU, for what vLLM has on CUDA alone. Nobody needs them to follow an update.
+"""Replacements, in a worker on a CPU, for features that vLLM has only on CUDA. An update can be followed without them.
 
-`keep_weights_plain`: weights stay as they are loaded, so that they can be written in place and read back. By what the
-processor has, vLLM packs those of linear layers for oneDNN, SGL's kernels or zentorch, and those of convolutions for a
+`keep_weights_plain`: weights stay as they are loaded, so that they can be written in place and read back. Depending on
+the processor, vLLM packs those of linear layers for oneDNN, SGL's kernels or zentorch, and those of convolutions for a
 kernel of its own (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm); those of a mixture's experts for
 another (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
 
@@ -30,8 +30,8 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 
 def keep_weights_plain() -> None:
-    """Have models that this process builds from now on keep their weights as they are loaded; experts with activations
-    that `PlainExperts` lacks stay packed.
+    """Keep the weights of models built from now on as they are loaded.
+    Experts with activations that `PlainExperts` lacks stay packed.
     """
     utils.dispatch_cpu_unquantized_gemm = _compute_plain
     kernels = unquantized.backend_to_kernel_cls
@@ -44,7 +44,8 @@ def keep_weights_plain() -> None:
 
 
 def choose_with_biases() -> None:
-    """Have routers without groups choose as those with one group do, where scores are sigmoids or have biases.
+    """Choose experts without groups as routers with one group do, if scores are sigmoids or have
+    biases.
 
     vLLM 0.32 refuses the former at the first token, and leaves the biases of a softmax out without a word.
     """
@@ -62,7 +63,7 @@ def choose_with_biases() -> None:
 
 
 def _compute_plain(layer: Any, remove_weight: bool) -> None:
-    """Have a layer computed from its weight as it is, as vLLM does where it has no kernel for it."""
+    """Compute a layer from its weight as loaded, as vLLM does where it has no kernel for it."""
     layer.cpu_linear = linear
 
 
@@ -120,7 +121,8 @@ class PlainExperts(CPUUnquantizedExperts):
 
 
 def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
-    """Activations [n, intermediate] from gates and what they gate, [n, 2 × intermediate].
+    """Return the activations [n, intermediate] of gates and of the values they gate, [n, 2 ×
+    intermediate].
 
     All gates come first, except in gpt-oss, where the two alternate and are clamped at 7 (vLLM 0.32 and Transformers
     5.19 have the same constants).
@@ -136,7 +138,7 @@ class RouteRecorder:
     """Keeps the rows of the running and the latest requests, each a token's experts in all layers.
 
     A row also lies where the token's keys and values lie in their cache, so that a request that finds its prompt's
-    beginning there, or comes back after it was preempted, has the rows of the pass that computed what it reads.
+    beginning there, or comes back after it was preempted, has the rows of the pass that computed those keys.
     """
 
     def __init__(self, runner: Any, model: torch.nn.Module) -> None:
@@ -163,7 +165,9 @@ class RouteRecorder:
         self._rows.clear()
 
     def take(self, request: str) -> bytes:
-        """The rows [tokens, layers, top_k] of a request that has ended, by the id it was submitted under."""
+        """Return the rows [tokens, layers, top_k] of a request that has ended, by the id it was
+        submitted under.
+        """
         # vLLM adds eight characters to the id (vllm/v1/engine/input_processor.py, assign_request_id).
         name = next((name for name in self._rows if name.rpartition("-")[0] == request), None)
         return b"" if name is None else np.concatenate(self._rows.pop(name)).tobytes()
@@ -176,7 +180,9 @@ class RouteRecorder:
         return result
 
     def _keep(self, scheduled: dict[str, int]) -> None:
-        """The rows of a pass: the requests' tokens are in it one after another, in the order of the batch."""
+        """Store the rows of a pass, in which the requests' tokens follow one another in the batch's
+        order.
+        """
         batch = self._runner.input_batch
         total = sum(scheduled.values())
         rows = np.zeros((total, self._layers, self.top_k), self.dtype)

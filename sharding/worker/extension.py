@@ -48,7 +48,7 @@ keep_bias_of_head()
 
 READERS: dict[str, Callable[[Any], Buckets]]
 READERS = {"staged": StagedBuckets, "storage": StorageBuckets}
-"""The workers' halves of the ways, by what the trainer's half calls them."""
+"""The workers' halves of the transports, by the names that the trainer's halves give in `reader`."""
 
 WorkerOutcome = dict[str, Any]
 """The result of a method: plain types, "error" (None or a sentence that names the worker) among them."""
@@ -58,7 +58,7 @@ _REMEDY = "so the trainer cannot compute with it: set sync.way to staged"
 
 
 class SharedWeights:
-    """No copy: the worker hands out its parameters for the trainer to compute in (`sharding.send.ways.ZeroCopy`).
+    """The worker's parameters, handed out for the trainer to compute in, so that nothing is copied (`ZeroCopy`).
 
     Possible where both hold whole weights in one layout: one rank, one worker, weights that vLLM does not re-process.
     The record of the first update knows where each lies: queries, keys and values, say, one after another in one
@@ -90,7 +90,8 @@ class SharedWeights:
 
 
 def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict[str, Tensor]:
-    """The view of a parameter that each weight is copied to, without those that are `Recording.sent_apart`.
+    """Return the view of a parameter that each weight is copied to, without those that are
+    `Recording.sent_apart`.
     Raises SyncError: naming the weights whose loaders do something else than copy them in one piece.
     """
     if recording is None or not recording.complete:
@@ -104,7 +105,8 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
 
 
 def _never_raising(method: Callable[P, WorkerOutcome | None]) -> Callable[P, WorkerOutcome]:
-    """A method of a worker that returns an `WorkerOutcome` in any case, with the fields that it gives itself.
+    """Wrap a worker's method so that it always returns a `WorkerOutcome`, with the fields it
+    returns itself.
 
     When one of several workers raises, vLLM's executor takes the others' answers for those of the next call
     (vllm/v1/executor/multiproc_executor.py, collective_rpc).
@@ -138,13 +140,15 @@ class VllmInternalWorkerExtension:
     hotbunk_by_weight: WeightLoader | None = None
 
     def report_device_id(self) -> str:
-        """The device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>` on CPU."""
+        """Return the device this worker runs on: its UUID on CUDA, `cpu:<rank in the engine group>`
+        on CPU.
+        """
         return staging.device_id(self.device, self.rank)  # type: ignore[attr-defined]
 
     def hotbunk_connect(self, endpoints: dict[str, list[str]], reader: str = "staged") -> None:
         """Connect to the rank on this worker's device.
         `endpoints`: device id -> [address of the rank's socket, its secret].
-        `reader`: how this worker gets the bytes of buckets: a key of `READERS`, or what names another `Buckets`.
+        `reader`: the worker's half of the transport: a key of `READERS`, or an import string of another `Buckets`.
         """
         device_id = self.report_device_id()
         if device_id not in endpoints:
@@ -167,7 +171,8 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def hotbunk_share_weights(self) -> WorkerOutcome:
-        """Let the trainer compute with this model's parameters, after an update that was recorded.
+        """Export this model's parameters for the trainer to compute in, after an update that was
+        recorded.
         `handle` and `places`: see `SharedWeights`.
         """
         if self.hotbunk_shared is None:
@@ -192,7 +197,7 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def prepare_refit_info(self, info: Manifest) -> None:
-        """Say what every update from now on must bring: checkpoint name -> [shape, dtype]. {} takes it back."""
+        """Fix the weights of every update from now on: checkpoint name -> [shape, dtype]. {} allows any again."""
         if info:
             check_manifest(info, None, engine_dtypes(self))
         self.hotbunk_promised = info or None
@@ -212,7 +217,7 @@ class VllmInternalWorkerExtension:
             self.hotbunk_membership = Membership(place, self.device, self.report_device_id(), timeout_s)  # type: ignore[attr-defined]
 
     def check_collective_ready(self) -> bool:
-        """True if this worker is in a complete group. Never raises."""
+        """Return True if this worker is in a complete group. Never raises."""
         membership = self.hotbunk_membership
         return membership is not None and membership.stands(membership.place)
 
@@ -225,9 +230,9 @@ class VllmInternalWorkerExtension:
     def init_weight_update_group(
         self, master_address: str, master_port: int | str, rank_offset: int, world_size: int
     ) -> WorkerOutcome:
-        """Begin to join a group, as TorchRL's workers do: returns at once, and what becomes of it the first
-        `update_weight` says. Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`; this worker's rank is
-        its rank in the engine + `rank_offset`.
+        """Begin to join a group in the background, as TorchRL's workers do; the first `update_weight` reports failures.
+        Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`. This worker's rank is its rank in the
+        engine + `rank_offset`.
         """
         port, joining = int(master_port), self.hotbunk_joining
         if joining is not None and not joining.done():
@@ -245,7 +250,7 @@ class VllmInternalWorkerExtension:
     @_never_raising
     @torch.no_grad()
     def update_weight(self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0) -> WorkerOutcome:
-        """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: how many are still to come.
+        """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: the number yet to come.
         The first begins an update of all weights of the model; an error ends it.
         """
         left: list[str] = []
@@ -288,8 +293,8 @@ class VllmInternalWorkerExtension:
     def load_weights_from_storage(
         self, storage_path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
     ) -> WorkerOutcome:
-        """Load the latest complete update that a `StorageWriter` has written to the folder `storage_path`, reading so
-        many buckets of it at a time.
+        """Load the latest complete update that a `StorageWriter` has written to the folder `storage_path`.
+        `num_threads`: number of buckets that are read at the same time.
         `verify`: read it again and compare, where weights are kept as they are sent; digests are always checked.
         """
         device: torch.device = self.device  # type: ignore[attr-defined]

@@ -36,7 +36,8 @@ _PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
 
 
 def reprocessed_modules(model: Module, plain_on_cpu: bool) -> list[Module]:
-    """The outermost modules that cannot be written in place, or read back; the model itself where oneDNN packs it.
+    """Return the outermost modules that cannot be written in place, or read back; the model itself
+    where oneDNN packs it.
     `plain_on_cpu`: packing was switched off before the model was built (`sharding.worker.cpu`).
     """
     if not plain_on_cpu and next(model.parameters()).device.type == "cpu":
@@ -86,7 +87,7 @@ class Reload:
         self._begun = False
 
     def begin(self) -> None:
-        """Parameters go to meta, until all weights of a module have come."""
+        """Move the parameters to meta, where they stay until all weights of a module have arrived."""
         if not self._modules:
             return
         if next(self._model.parameters()).device.type == "cpu":
@@ -105,7 +106,7 @@ class Reload:
         self._begun = True
 
     def finish(self) -> None:
-        """Load what was waiting for more, and put back what nothing came for: no parameter stays on meta."""
+        """Load the weights that waited for others, and restore parameters that got none, so that none stays on meta."""
         if not self._begun:
             return
         self._begun = False
@@ -119,7 +120,9 @@ class Reload:
         return {parameter for module in self._modules for parameter in module.parameters()}
 
     def untouched(self) -> list[str]:
-        """Modules with parameters that nothing was sent for, unless they share them with one that was loaded (tied)."""
+        """Return the modules that no weight was sent for, unless they share parameters with a
+        loaded one (tied).
+        """
         missing: dict[str, set[int]] = {}
         loaded: set[int] = set()
         for name, module in self._named():
@@ -138,7 +141,7 @@ class Reload:
 
 
 def _repack_tied(modules: list[Any]) -> None:
-    """Pack again for all but the first of the modules that share a weight: on CPU a tied head keeps a packed copy
+    """Repack the weight of each module that shares it with an earlier one: on CPU a tied head keeps a packed copy
     (vllm/model_executor/layers/vocab_parallel_embedding.py, process_weights_after_loading).
     """
     owners: dict[int, Module] = {}
@@ -168,11 +171,11 @@ class Arrivals:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
     def check_off_shared(self, names: list[str]) -> None:
-        """These weights need not be sent."""
+        """Note that these weights need not be sent."""
         self._arrived.update(names)
 
     def check_off_parts(self, parts: list[Part], cast: bool = False) -> None:
-        """As `check_off`, for parts of weights; with `cast`, in any dtype."""
+        """Check off parts of weights, as `check_off` does whole ones; with `cast`, in any dtype."""
         for name, first, values in parts:
             if name not in self._expected:
                 raise SyncError(f"a part of a weight arrived that was not announced: {name}")
@@ -190,15 +193,17 @@ class Arrivals:
         return name in manifest and manifest[name][0] == self._expected[name][0]
 
     def missing(self) -> list[str]:
-        """The weights of which nothing has arrived."""
+        """Return the weights of which nothing has arrived."""
         return sorted(self._expected.keys() - self._arrived - self._parts.keys())
 
     def unread(self, read: set[str]) -> list[str]:
-        """The weights that arrived but are not among the ones that the engine has `read`."""
+        """Return the weights that arrived but are not among the ones that the engine has `read`."""
         return sorted((self._arrived | self._parts.keys()) - read)
 
     def complaints(self, read: set[str]) -> list[str]:
-        """The weights that did not arrive, and those that did but are not among the ones that the engine has `read`."""
+        """Return the weights that did not arrive, and those that did but are not among the ones
+        that the engine has `read`.
+        """
         complaints = []
         for name, places in self._parts.items():
             arrived, elements = sum(last - first for first, last in places), math.prod(self._expected[name][0])
@@ -214,7 +219,7 @@ class Arrivals:
 class WeightLoader:
     """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which it can be loaded.
     `plain`: every module is written in place.
-    `recording`: what the loaders did, of this update or of an earlier one; None where nothing is recorded.
+    `recording`: the loaders' copies in this update or an earlier one; None where nothing is recorded.
     `left_out`: the weights that the model does without on purpose, known after `finish`. `arrivals`: those that came.
     """
 
@@ -237,7 +242,7 @@ class WeightLoader:
         self.arrivals = Arrivals({})
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
-        """Start an update that will bring exactly these weights; `replay` records what the loaders do, or repeats it.
+        """Start an update that will bring exactly these weights; `replay` records the loaders' copies, or repeats them.
         Weights that are re-processed after loading cannot be replayed.
         Raises SyncError: as `check_unpacked`.
         """
@@ -250,8 +255,8 @@ class WeightLoader:
         self._reload.begin()
 
     def take_in_place(self) -> None:
-        """The announced weights are in the model already: its parameters are the trainer's (`SharedWeights`); all but
-        those that are `Recording.sent_apart`.
+        """Note that the announced weights are in the model already, except `Recording.sent_apart` ones.
+        Its parameters are then the trainer's (`SharedWeights`).
         Raises SyncError: they are no longer in the memory that was shared.
         """
         if self.recording is None or not self.recording.complete:
@@ -289,7 +294,8 @@ class WeightLoader:
         self._replay_parts(parts)
 
     def pull(self, parts: list[Part], added: dict[str, Callable[[], Factors]]) -> int:
-        """As `load_parts`, out of memory that holds them in any dtype; returns their bytes in the model's dtype.
+        """Load parts, as `load_parts` does, from memory that has them in any dtype. Return their
+        bytes in the model's dtype.
         `added`: weights of which parts of W come, and W + scale · B A is wanted, in the order of `parts`.
         """
         self.arrivals.check_off_parts(parts, cast=True)
@@ -324,14 +330,16 @@ class WeightLoader:
         return nbytes
 
     def whole(self) -> list[str] | None:
-        """The weights of this update that cannot come in parts, since their loaders need them; None: all."""
+        """Return the weights of this update that cannot come in parts, since their loaders need
+        them; None: all.
+        """
         recording = self.recording
         if recording is None or not recording.complete:
             return None
         return [name for name in recording.weights if not recording.replayable(name)]
 
     def _try_out(self, recording: Recording, weights: NamedTensors) -> None:
-        """Replay into zeroed parameters what has just been recorded, and have the loaders compare."""
+        """Replay the new recording into zeroed parameters, and compare by the loaders."""
         ready = [pair for pair in weights if recording.replayable(pair[0])]
         for target in (target for name, _ in ready for target in recording.targets(name)):
             target.zero_()
@@ -341,7 +349,9 @@ class WeightLoader:
             self._run_loaders([pair for pair in ready if pair[0] in different])
 
     def compare(self, weights: NamedTensors) -> list[str]:
-        """Names of the weights that differ from what the model holds, found by its own loaders. Only where `plain`."""
+        """Return the weights that differ from those in the model, as its own loaders find. Only
+        where `plain`.
+        """
         changed = self._watcher.changed
         self._watcher.comparing = True
         try:
@@ -352,7 +362,8 @@ class WeightLoader:
         return sorted(different | self._compare_changed([pair for pair in weights if pair[0] in changed]))
 
     def _compare_changed(self, weights: NamedTensors) -> set[str]:
-        """Names of the weights, which their loaders change, for which these make anything else than the model holds.
+        """Return the weights for which loaders that change them would now make another value than
+        the model's.
         The loaders run once more in the model's own memory, which is put back afterwards.
         """
         names = {name for name, _ in weights}
@@ -414,17 +425,19 @@ class WeightLoader:
             raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
 
     def _leave_out(self, unread: list[str]) -> None:
-        """Note what vLLM does without on purpose: unread weights of the checkpoint that the engine was started from.
+        """Note the weights that vLLM leaves out on purpose: unread ones of the engine's own checkpoint.
         An encoder's layers behind the one whose features are used are such (vllm/model_executor/models/clip.py).
         """
-        with suppress(SyncError, OSError, ValueError):  # where the checkpoint is not here, nothing is known of it
+        with suppress(SyncError, OSError, ValueError):  # the checkpoint may not be on this machine
             manifest = own_checkpoint(self._config.model_config) if unread else {}
             self.left_out = [name for name in unread if self.arrivals.is_like(name, manifest)]
         if self.recording is not None:
             self.left_out = self.recording.leave_out(self.left_out)
 
     def unreplayable(self) -> dict[str, str] | None:
-        """Weights that cannot be replayed, and why; None where nothing is recorded."""
+        """Return the weights that cannot be replayed, with the reasons; None where nothing is
+        recorded.
+        """
         return None if self.recording is None else self.recording.unreplayable
 
     def abort(self) -> None:
@@ -434,7 +447,9 @@ class WeightLoader:
 
 
 def own_checkpoint(config: ModelConfig) -> Manifest:
-    """The manifest of the checkpoint that an engine was started from. See `checkpoint_manifest`."""
+    """Return the manifest of the checkpoint that an engine was started from. See
+    `checkpoint_manifest`.
+    """
     tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
     return checkpoint_manifest(config.model, str(config.dtype).removeprefix("torch."), tied)
 

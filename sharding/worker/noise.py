@@ -7,8 +7,9 @@ from torch import Generator, Tensor
 
 
 def key_noise(runner: Any) -> None:
-    """Have a model runner sample the token at each position of a seeded request with noise that is a function of
-    (seed, position) alone. Called once; a runner V2 does so by itself (vllm/v1/worker/gpu/sample/gumbel.py).
+    """Sample the token at each position of a seeded request with noise that is a function of (seed,
+    position) alone. Called once; a runner V2 does so by itself
+    (vllm/v1/worker/gpu/sample/gumbel.py).
 
     V1 gives each request a generator, which starts with its seed, and draws from it for one token after the other
     (vllm/v1/sample/ops/topk_topp_sampler.py): a request that goes on with another's tokens would start anew.

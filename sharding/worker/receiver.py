@@ -1,4 +1,4 @@
-"""The worker's half of an update, whatever carries it: read messages, load what the buckets hold, account for it."""
+"""The worker's half of an update, whatever carries it: messages read, buckets loaded, every weight accounted for."""
 
 import gc
 import time
@@ -27,7 +27,8 @@ class Carrier(Protocol):
     """The carrier of an update to this worker: its messages in order, and the memory of each bucket."""
 
     def next(self) -> dict[str, Any]:
-        """The next message: `begin`, `bucket`s and maybe a `pull`, or one `in_place`; `finish`, `compare`s, `end` or
+        """Return the next message: `begin`, `bucket`s and maybe a `pull`, or one `in_place`;
+        `finish`, `compare`s, `end` or
         `abort`.
         """
 
@@ -35,7 +36,9 @@ class Carrier(Protocol):
         """Answer a message that was served."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
-        """The bucket that a message announces, uint8 [nbytes], checked; it stays so until the next call of `next`."""
+        """Return the bucket that a message announces, uint8 [nbytes], checked; it stays so until
+        the next call of `next`.
+        """
 
     def leave(self, message: dict[str, Any]) -> None:
         """End the update after `end` or `abort`, when nothing refers to the memory any more."""
@@ -162,7 +165,9 @@ class Receiver:
             self._loader.load_parts(parts)
 
     def _patch(self, patch: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
-        """A bucket as it is now: what this worker's weights hold of it, changed by a patch."""
+        """Return a bucket's present content: its weights as this worker holds them, changed by a
+        patch.
+        """
         if (recording := self._loader.recording) is None or not recording.complete:
             raise SyncError("a patch arrived, but this worker has no record of where weights are")
         if self._patched.nbytes < message["nbytes"]:
@@ -181,7 +186,9 @@ class Receiver:
         shards.check(message, "changed while they were read")
 
     def _views(self, buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
-        """The weights that are whole in a bucket: views of its memory, dropped before the bucket is acknowledged."""
+        """Return the weights that are whole in a bucket: views of its memory, dropped before the
+        bucket is acknowledged.
+        """
         return [
             (name, _elements(buffer, dtype, offset, torch.Size(shape).numel()).view(shape))
             for name, dtype, shape, offset in message["pieces"]
@@ -189,7 +196,7 @@ class Receiver:
 
 
 def _parts(buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
-    """The parts of weights in a bucket, views as well."""
+    """Return the parts of weights in a bucket, as views of its memory."""
     stretches = message.get("stretches", [])
     return [(name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches]
 
@@ -201,7 +208,9 @@ def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) ->
 
 
 def engine_dtypes(worker: Any) -> list[str]:
-    """The dtypes of a worker's parameters, as torch names them without its prefix; first the one it computes in."""
+    """Return the dtypes of a worker's parameters, as torch names them without its prefix; first the
+    one it computes in.
+    """
     kept = {parameter.dtype for parameter in worker.get_model().parameters()}
     return [str(dtype).removeprefix("torch.") for dtype in (worker.vllm_config.model_config.dtype, *kept)]
 
@@ -223,7 +232,7 @@ class Buckets(Protocol):
         """Return the bucket that a message announces, as `Carrier.bucket` says."""
 
     def close(self, reason: str | None = None) -> None:
-        """Let go of all memory; `reason` where the update broke off."""
+        """Release all memory. `reason`: why the update broke off, if it did."""
 
 
 class StagedBuckets:
@@ -248,7 +257,7 @@ class StagedBuckets:
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
-        """Let go of the trainer's memory, if it is open."""
+        """Release the trainer's memory, if it is open."""
         if self._handle is None:
             return
         self._handle, self._buffers = None, []
@@ -282,7 +291,7 @@ class ChannelCarrier:
         self._ahead.clear()
 
     def call_for_weights(self) -> None:
-        """Let a sender know that its next session is awaited, before it begins one."""
+        """Tell the sender that its next session is awaited, before it begins one."""
         self._channel.send("ready")
 
     def next(self) -> dict[str, Any]:
@@ -316,7 +325,7 @@ class ChannelCarrier:
         self.answer(opened=self._buckets.opened, closed=self._buckets.closed, left=True)
 
     def fail(self, error: Exception) -> None:
-        """Let go of the trainer's memory and answer with the error."""
+        """Release the trainer's memory and answer with the error."""
         reason = f"{type(error).__name__}: {error}"
         cause: BaseException | None = error
         while cause is not None:

@@ -1,4 +1,4 @@
-"""Record and replay: what vLLM's loaders did with the weights of one update, done again without the loaders.
+"""Record and replay: the copies that vLLM's loaders made in one update, repeated without the loaders.
 
 A loader finds out, weight by weight and at every sync, where a weight belongs: it splits fused projections, takes a
 tensor-parallel rank's slice, pads vocabularies, and in the end copies a view of the weight into a view of a parameter.
@@ -31,7 +31,9 @@ CHANGED, CASTS = "its loader changes it after copying", "its loader casts it"
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that stands for the tensor's memory as long as a reference to it exists, weak or not."""
+    """Return a number that stands for the tensor's memory as long as any reference to it exists,
+    weak or not.
+    """
     return int(tensor.untyped_storage()._cdata)  # as `StorageWeakRef(...).cdata`, in a tenth of the time
 
 
@@ -48,13 +50,14 @@ class RecordedCopy:
     target: Tensor
 
     def source(self, weight: Tensor) -> Tensor:
-        """The view of a weight that lies elsewhere now."""
+        """Return the view of a weight that lies elsewhere now."""
         if weight.shape == self.shape and weight.stride() == self.stride and not self.offset:
             return weight  # most are copied whole, and a view takes longer to make than to find needless
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
 
     def within(self, first: int, last: int) -> Iterator["RecordedCopy"]:
-        """The parts of it that read the weight's elements [first, last), with offsets from the first of them.
+        """Return the parts of it that read the weight's elements [first, last), with offsets from
+        the first of them.
 
         Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and two of row 2.
         Rows that lie inside stay together; of those that only begin or end there, the inner dimensions are looked at.
@@ -88,16 +91,16 @@ class Recording:
     """The loaders' copies, by weight; complete after one update, and valid as long as the parameters' memory is.
 
     Attributes:
-        weights: what the update brought; another update has to be recorded anew.
+        weights: the manifest of the update; an update of other weights has to be recorded anew.
         parameters: the memory that can be written, see `parameter_storages`.
         elements: of each weight that was copied.
         copies: weight -> its copies.
         fills: views of parameters that a loader filled with one number, and the number: padding.
         unreplayable: weights that cannot be replayed, and why.
         parts: the copies for a part of a weight, by the weight, its first element and how many elements there are.
-        sealed: weight -> the view and the target of each copy, as the loaders made them: `copies` once more, so that a
-            copy that is another later on is found out.
-        complete: an update went through, and what is recorded covers every parameter.
+        sealed: weight -> the view and the target of each copy, as the loaders made them: a second account of
+            `copies`, by which a copy changed later is detected.
+        complete: an update went through, and its copies and fills cover every parameter.
     """
 
     weights: Manifest
@@ -111,7 +114,8 @@ class Recording:
     complete: bool = False
 
     def note_copy(self, name: str, weight: Origin | None, source: Tensor, target: Tensor) -> None:
-        """A loader copies `source`, a view of the weight unless it computed it, to `target`.
+        """Note that a loader copies `source`, a view of the weight unless it was computed, to
+        `target`.
         Without `weight` it is one that came earlier, and that its loader has kept.
         """
         if weight is None:
@@ -132,20 +136,23 @@ class Recording:
             self.elements[name] = weight.elements
 
     def note_fill(self, target: Tensor, value: float) -> None:
-        """A loader fills `target`."""
+        """Note that a loader fills `target` with one number."""
         if storage_key(target) in self.parameters:
             self.fills.append((target.detach(), value))
 
     def replayable(self, name: str) -> bool:
-        """True if the loaders are not needed for this weight."""
+        """Return True if the loaders are not needed for this weight."""
         return name in self.copies and name not in self.unreplayable
 
     def sent_apart(self, name: str) -> bool:
-        """True if a weight has to be sent even where the trainer computes with the engine's weights."""
+        """Return True if a weight has to be sent even where the trainer computes with the engine's
+        weights.
+        """
         return self.unreplayable.get(name, "").startswith((CHANGED, CASTS))
 
     def run(self, name: str) -> Tensor | None:
-        """The contiguous view of a parameter that holds a weight, all of it and as it is sent; None: there is none.
+        """Return the contiguous view of a parameter that holds a weight, all of it and as it is
+        sent; None: there is none.
 
         It may have been copied in pieces, one behind the other on both sides, as the queries, keys and values are of an
         encoder whose checkpoint has them in one.
@@ -170,7 +177,7 @@ class Recording:
         return [name for name, copies in self.copies.items() if not copies]
 
     def targets(self, name: str) -> list[Tensor]:
-        """The views of parameters that a weight is copied to."""
+        """Return the views of parameters that a weight is copied to."""
         return [copy.target for copy in self.copies[name]]
 
     def replay(self, weights: NamedTensors) -> None:
@@ -178,7 +185,7 @@ class Recording:
         _copy_all([(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]])
 
     def replay_parts(self, parts: list[Part]) -> list[list[Tensor]]:
-        """Replay the copies of elements of weights, cast if they come in another dtype. Returns what was written for
+        """Replay the copies of elements of weights, cast if they come in another dtype. Returns the views written for
         each part. The copies that belong to a part are worked out once.
         """
         by_part = [self._copies_within(name, first, values.numel()) for name, first, values in parts]
@@ -194,12 +201,12 @@ class Recording:
         copies += [(c, v) for name, first, v in parts for c in self._copies_within(name, first, v.numel())]
         pairs = []
         for copy, weight in copies:
-            once = tuple(slice(1) if step == 0 else slice(None) for step in copy.stride)  # of what was expanded
+            once = tuple(slice(1) if step == 0 else slice(None) for step in copy.stride)  # an expanded dimension, once
             pairs.append((copy.source(weight)[once], copy.target[once]))
         _copy_all(pairs)
 
     def reads(self, name: str, first: int, count: int) -> bool:
-        """True if some of these elements of a weight are copied."""
+        """Return True if some of these elements of a weight are copied."""
         return bool(self._copies_within(name, first, count))
 
     def _copies_within(self, name: str, first: int, count: int) -> list[RecordedCopy]:
@@ -218,12 +225,15 @@ class Recording:
         self.unreplayable |= dict.fromkeys(names, reason)
 
     def fits(self, model: torch.nn.Module, weights: Manifest) -> bool:
-        """True if it can be replayed with these weights, into the memory that the model's parameters have now."""
+        """Return True if it can be replayed with these weights, into the memory of the model's
+        parameters.
+        """
         return self.complete and self.weights == weights and self.parameters == parameter_storages(model)
 
     @torch.no_grad()
     def move(self, model: torch.nn.Module, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Have the model's parameters, and what is recorded of them, in other memory that holds the same.
+        """Move the model's parameters, and the views recorded of them, to other memory of the same
+        content.
         `storages`: `storage_key` of the old memory -> the new.
         """
         targets = [copy.target for copies in self.copies.values() for copy in copies]
@@ -236,7 +246,7 @@ class Recording:
         self.parts.clear()  # they are views of the old memory
 
     def check(self, complete: bool) -> None:
-        """End the recording: what does not add up is left to the loaders.
+        """End the recording, and leave weights whose copies do not add up to their loaders.
         `complete`: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
         """
         for name, copies in self.copies.items():
@@ -248,7 +258,9 @@ class Recording:
         self.complete = True
 
     def _check_targets(self) -> None:
-        """Every element of a storage that something was copied to is written once, by copies and fills together."""
+        """Distrust the weights of each storage whose elements copies and fills do not write exactly
+        once.
+        """
         by_storage: dict[int, tuple[set[str], list[Tensor]]] = {}
         views = [(name, copy.target) for name, copies in self.copies.items() for copy in copies]
         for name, target in [*views, *(("", target) for target, _ in self.fills)]:
@@ -263,14 +275,16 @@ class Recording:
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Targets and sources, as one multi-tensor copy."""
+    """Copy all sources to their targets, as one multi-tensor copy."""
     if pairs:
         targets, sources = map(list, zip(*pairs, strict=True))
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _rows_within(view: View, first: int, last: int) -> tuple[range, range]:
-    """The rows of a view that have an element among [first, last), and those that lie inside it."""
+    """Return the rows of a view that have an element among [first, last), and those that lie inside
+    it.
+    """
     offset, (rows, *shape), (step, *stride) = view
     if step == 0:  # all rows are the same elements
         return range(rows), range(0)
@@ -281,13 +295,13 @@ def _rows_within(view: View, first: int, last: int) -> tuple[range, range]:
 
 
 def parameter_storages(model: torch.nn.Module) -> frozenset[int]:
-    """The memory of all parameters and buffers."""
+    """Return the memory of all parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return frozenset(storage_key(tensor) for tensor in tensors if not tensor.is_meta and tensor.numel())
 
 
 def _covers_once(views: list[View], elements: int) -> bool:
-    """True if the views hold each of `elements` elements exactly once.
+    """Return True if the views hold each of `elements` elements exactly once.
     Counted in cells as large as all offsets and contiguous runs allow: a cell is mostly a row or more.
     """
     runs = [_runs(view) for view in views if math.prod(view[1])]
@@ -327,13 +341,13 @@ class Written:
 
 
 class LoadWatcher(TorchDispatchMode):
-    """Between `with` and its end, notes what loaders do with the weights that `expect` announced.
+    """An observer of the copies that loaders make, inside its `with` block, of the weights announced to `expect`.
 
     Attributes:
         read: names of weights that were copied somewhere.
-        written: what was written, by storage.
+        written: the elements written, by storage.
         recording: where copies and fills are noted down, if anywhere.
-        comparing: copies are not made but compared with what is there; differences are in `different`.
+        comparing: copies are not made but compared with the present values; differences are in `different`.
         changed: names of weights whose loader changes the parameter after it has copied the weight, as vLLM does to
             keep -exp(A_log) (`composed_weight_loader` in vllm/model_executor/model_loader/weight_utils.py).
     """
@@ -353,7 +367,7 @@ class LoadWatcher(TorchDispatchMode):
     def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten.
 
-        So are those whose memory is given back meanwhile: it may soon hold what a loader computes of other weights.
+        So are those whose memory is given back meanwhile: it may soon hold a loader's results for other weights.
         """
         self._origins = {n: Origin(storage_key(t), int(t.storage_offset()), t.numel()) for n, t in tensors}
         fresh = [
@@ -365,18 +379,18 @@ class LoadWatcher(TorchDispatchMode):
         self._ranges = sorted([r for r in self._ranges if not overlaps(fresh, *r[:2])] + fresh, key=itemgetter(0, 1, 2))
 
     def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
-        """A weight was copied to these targets without its loader."""
+        """Note that a weight was copied to these targets without its loader."""
         self.read.add(name)
         for target in targets:
             self._note(target, name)
 
     def sources(self, tensor: torch.Tensor) -> list[str]:
-        """The weights that were written to a tensor's memory."""
+        """Return the weights that were written to a tensor's memory."""
         entry = self.written.get(storage_key(tensor))
         return [] if entry is None else entry.sources
 
     def source_name(self, tensor: torch.Tensor) -> str | None:
-        """The weight that a tensor is a view of, or was computed from."""
+        """Return the weight that a tensor is a view of, or was computed from."""
         if tensor.is_meta or tensor.numel() == 0:
             return None
         if (derived := self._derived.get(storage_key(tensor))) is not None:
@@ -428,7 +442,9 @@ class LoadWatcher(TorchDispatchMode):
             entry.sources.append(name)
 
     def _note_change(self, tensors: list[torch.Tensor]) -> None:
-        """A loader changes the first of these tensors in place, by something else than a copy of a weight."""
+        """Note that a loader changes the first of these tensors in place, other than by copying a
+        weight.
+        """
         entry = self.written.get(storage_key(tensors[0])) if tensors and not tensors[0].is_meta else None
         names = set(entry.sources) if entry is not None else set()
         self.changed |= names
@@ -445,13 +461,18 @@ class LoadWatcher(TorchDispatchMode):
 
 
 def overlaps(places: Sequence[tuple[int, int, *tuple[Any, ...]]], first: int, last: int) -> bool:
-    """True if some of the numbers [first, last) are in one of these places, which are in order and apart."""
+    """Return True if some of the numbers [first, last) are in one of these places, which are in
+    order and apart.
+    """
     at = bisect.bisect_left(places, last, key=itemgetter(0))  # the first that starts behind them
     return at > 0 and places[at - 1][1] > first
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Compared by whole words where they lie so: several times as fast as bfloat16, and NaN is equal to itself."""
+    """Return True if both hold the same bits.
+    Aligned memory is compared by words of 8 bytes: several times as fast as bfloat16, and NaN
+    equals NaN.
+    """
     words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
     if len(words) == 2:
         first, second = (t.view(-1).view(torch.int64) for t in words)

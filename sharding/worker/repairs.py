@@ -15,9 +15,9 @@ _BIAS = "e_score_correction_bias"
 
 
 def load_biases_of_experts() -> None:
-    """Have experts load the correction bias that has its place among them in checkpoints of Laguna.
+    """Load the correction bias that checkpoints of Laguna store among the experts.
 
-    vLLM keeps it there, too, but its loader of experts leaves out what is no expert's.
+    vLLM keeps it there, too, but its loader of experts skips every other weight.
     """
     load_experts = RoutedExperts.load_weights
 
@@ -41,7 +41,7 @@ def load_biases_of_experts() -> None:
 
 
 def keep_scalars_of_xielu() -> None:
-    """Have Apertus' activation keep its scalars in the model's dtype.
+    """Keep the scalars of Apertus' activation in the model's dtype.
 
     In bfloat16, in which vLLM keeps them always, a model in float32 is 8e-4 nats from Transformers.
     """
@@ -55,7 +55,7 @@ def keep_scalars_of_xielu() -> None:
 
 
 def keep_bias_of_head() -> None:
-    """Have the head keep its bias, which vLLM's models by Transformers' code (Phi) replace at every load."""
+    """Keep the head's bias, which vLLM's models by Transformers' code (Phi) replace at every load."""
     register = ParallelLMHead._register_bias
 
     @wraps(register)

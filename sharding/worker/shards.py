@@ -25,7 +25,7 @@ class MappedShards:
         self._parts: list[Part] = []
 
     def parts(self, message: dict[str, Any]) -> list[Part]:
-        """Return what ranks hold of each weight: views of their memory, in the dtypes that they keep (`Pull.message`).
+        """Return the ranks' parts of each weight: views of their memory, in the dtypes kept there (`Pull.message`).
         Raises SyncError: memory is gone, or does not bear the stamp that was announced.
         """
         handles = [source["handle"] for source in message["sources"]]
@@ -53,7 +53,7 @@ class MappedShards:
         return Factors(self._whole(*a), self._whole(*b), scale)
 
     def _whole(self, shape: list[int], parts: list[list[Any]]) -> torch.Tensor:
-        """A tensor whose elements ranks hold, in float32."""
+        """Return a whole tensor, in float32, whose elements the ranks hold in parts."""
         views = [self._part(*part) for part in parts]
         if (held := sum(values.numel() for _, _, values in views)) != math.prod(shape):
             raise SyncError(f"ranks hold {held} elements of a factor of shape {shape}")
@@ -77,7 +77,7 @@ class MappedShards:
         return name, first, memory[at : at + count * kind.itemsize].view(kind)
 
     def close(self) -> None:
-        """Let go of the ranks' memory."""
+        """Release the ranks' memory."""
         if not self._memory:
             return
         self._handles = []

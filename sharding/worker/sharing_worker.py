@@ -12,7 +12,7 @@ if not hasattr(CudaWorker, "_maybe_get_memory_pool_context"):
 
 
 class SharingWorker(CudaWorker):
-    """Weights come from torch's own allocator: what vLLM's sleeping pool maps has no CUDA IPC handle
+    """A worker whose weights come from torch's own allocator: memory of vLLM's sleeping pool has no CUDA IPC handle
     (https://github.com/vllm-project/vllm/pull/45611). The pool still holds the KV cache, which is all that sleep frees.
     """
 

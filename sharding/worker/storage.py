@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 
 
 def digest(data: memoryview) -> str:
-    """Return the digest of a bucket's bytes, by which a reader finds what the disk has damaged."""
+    """Return the digest of a bucket's bytes, by which a reader finds damage on the disk."""
     return hashlib.blake2b(data).hexdigest()
 
 
@@ -73,7 +73,9 @@ def _lock(fd: int, operation: int, deadline: float, complaint: str) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The current manifest of a weights folder. Raises SyncError: there is none, or it is not one."""
+    """Return the current manifest of a weights folder. Raises SyncError: there is none, or it is
+    not one.
+    """
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -181,7 +183,7 @@ class StorageCarrier:
         yield {"kind": "end"}
 
     def _announced(self, kind: str) -> Generator[dict[str, Any], None, None]:
-        """Each bucket's message; the next buckets are read from then on."""
+        """Yield each bucket's message, and read ahead the buckets that follow."""
         common = {"kind": kind, "path": str(self._folder / self._manifest["slot"]), "timeout_s": self._timeout}
         messages = [{**bucket, **common, "number": at} for at, bucket in enumerate(self._manifest["buckets"])]
         for at, message in enumerate(messages):
