@@ -7,6 +7,10 @@ package, as reward workers and the command line do, costs nothing.
 from importlib import import_module
 from typing import Any
 
+from generation import shims
+
+shims.install()
+
 _NAMES = {
     "compat.broadcast": ["broadcast_across_tp"],
     "compat.chatlearn.module": ["PromptPipeline", "VLLMModule", "get_model", "print_rank_0"],

@@ -100,7 +100,6 @@ install() {
     # The CPU lock fits several builds of torch, so torch comes first, with the requirements of its build, and then the lock exactly.
     pip install --no-compile --constraint "$lock" $([ "$device" = cuda ] || echo torch) setuptools uv
     install_exactly --requirement "$lock" --editable .
-    cp scripts/site/hotbunk_torchvision.* "$venv"/lib/python*/site-packages/
     echo "$key" >"$venv"/.hotbunk
 }
 
@@ -109,7 +108,7 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 device=$(find_device)
 lock=scripts/requirements/$device.txt
 [ -e "$lock" ] || die "HOTBUNK_DEVICE is '$device', but must be cpu or cuda."
-key="$device, Python $version, $(cat "$lock" pyproject.toml scripts/site/*.p* | sha256sum | cut -c1-16)"
+key="$device, Python $version, $(cat "$lock" pyproject.toml | sha256sum | cut -c1-16)"
 venv=${HOTBUNK_VENV:-$PWD/.venv}
 is_finished && exit
 

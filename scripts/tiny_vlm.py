@@ -1,7 +1,4 @@
-"""Makes tiny vision-language models with processor, tokenizer and chat template, as `tiny_model` makes text models.
-
-Processors need torchvision: call `hotbunk_torchvision.show()` before Transformers is first imported.
-"""
+"""Makes tiny vision-language models with processor, tokenizer and chat template, as `tiny_model` makes text models."""
 
 from collections.abc import Callable
 from functools import partial

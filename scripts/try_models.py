@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 LENGTHS = [60, 20, 17, 9]
 SECONDS = 300
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HOTBUNK_IMAGES": "1"}  # vLLM's code of some text models imports torchvision
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 Row = dict[str, Any]
 
 KNOWN = {

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-import hotbunk_torchvision
 from tests.support import forked
 
 gc.disable()  # until all is imported: to look for garbage in that takes seconds, each time
@@ -27,10 +26,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 # Engines compile nothing.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-
-# Tests of images need torchvision, which Transformers looks for once. What tests start finds it where told to.
-hotbunk_torchvision.show()
-del os.environ[hotbunk_torchvision.SHOWN]
 
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
@@ -89,10 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     remove = partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
     multiprocessing.util.Finalize(None, remove, exitpriority=-1000)  # after multiprocessing's own folder there
-    forked.start_servers()
+    forked.start_server()
     if has_cpu_build():
-        seeing = f"popen//python=env {hotbunk_torchvision.SHOWN}=1 {shlex.join(forked.PYTHON)}"
-        config.option.tx = [seeing for _ in getattr(config.option, "tx", None) or []]
+        fork = f"popen//python={shlex.join(forked.PYTHON)}"
+        config.option.tx = [fork for _ in getattr(config.option, "tx", None) or []]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is heeded

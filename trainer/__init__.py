@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+import generation  # noqa: F401  # before Transformers: it makes way for torchvision
+
 _HOMES = {
     "Policy": "trainer.types",
     "DeepSpeedPolicy": "trainer.policy.deepspeed",

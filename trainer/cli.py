@@ -23,12 +23,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import hotbunk_torchvision
 from generation.importing import without_collections
 from trainer.commands.launch import RANKS
 from trainer.config.checks import check_config
 from trainer.config.machine import check_torch_libraries, resolve_device
-from trainer.config.model_file import needs_torchvision
 from trainer.config.recipe import known_keys, load_config, to_yaml
 from trainer.config.schema import RolloutConfig, TrainConfig
 from trainer.config.section import OneOf, path_argument
@@ -64,8 +62,6 @@ def _dispatch(argv: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         with suppress(OSError):  # another process, such as a supervisor, has replaced the descriptor
             sys.stdout.reconfigure(errors="backslashreplace")  # for ASCII terminals and lone surrogates
-    if _uses_images(argv):  # before anything imports Transformers, which looks for torchvision once
-        hotbunk_torchvision.show()
     try:
         arguments = parse(argv or ["--help"])
     except SystemExit:  # it has printed the help
@@ -131,22 +127,6 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
     """Loads the recipe that the arguments of train or sft name, with their overrides. Raises UserError."""
     resume = [] if arguments.resume is None else [f"checkpoint.resume={json.dumps(arguments.resume)}"]
     return load_config(arguments.recipe, [*arguments.overrides, *resume])
-
-
-def _uses_images(argv: Sequence[str]) -> bool:
-    """Returns True if a recipe, a run or a model among the arguments uses images, or code that reads them."""
-    words, overrides = split_overrides(list(argv))
-    for word in words[1:]:  # some may not be paths, such as a long --prompt
-        path = Path(os.path.expandvars(os.path.expanduser(word)))
-        recipe = path / "config.yaml" if os.path.isdir(path) else path
-        if needs_torchvision(str(path)):
-            return True
-        if recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe):
-            with suppress(UserError):  # the command will report it
-                config = load_config(recipe, overrides)
-                if config.data.max_images or needs_torchvision(config.model.path):
-                    return True
-    return False
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:

@@ -1,9 +1,7 @@
 """The settings that one engine is started with."""
 
 import ast
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,20 +87,6 @@ def engine_argument_names() -> set[str] | None:
     return {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
 
 
-def imports_vision(architectures: Sequence[str]) -> bool:
-    """Return True if vLLM's module for one of these architectures, which may be of a text model, imports torchvision.
-
-    It finds that out without importing vLLM; False if that is not installed.
-    """
-    spec = find_spec("vllm")
-    for folder in (Path(place) / "model_executor/models" for place in (spec and spec.submodule_search_locations) or ()):
-        registry = (folder / "registry.py").read_text("utf-8") if (folder / "registry.py").is_file() else ""
-        for name in architectures:
-            if (entry := re.search(rf'"{re.escape(name)}": \(\s*"(\w+)"', registry)) is not None:
-                return "_vl import" in (folder / f"{entry[1]}.py").read_text("utf-8")
-    return False
-
-
 def routes_problem(on_cpu: bool, environ: Mapping[str, str]) -> str | None:
     """Return why the installed vLLM cannot report the routes of a mixture; None if it can, or is not installed.
 
@@ -181,16 +165,6 @@ class EngineSettings:
         extra = {name: value for name, value in arguments.items() if value is not None}
         fields = {attribute: extra.pop(name) for name, attribute in VLLM_NAMES.items() if name in extra}
         return cls(**fields, sleep=sleep, device_indices=device_indices, extra=extra)
-
-    @property
-    def needs_torchvision(self) -> bool:
-        """True if this engine reads images, or vLLM's code for its model imports what does."""
-        if self.images:
-            return True
-        with suppress(OSError, ValueError, AttributeError):  # no folder: vLLM will say so
-            config = json.loads((Path(self.model) / "config.json").read_bytes())
-            return imports_vision(config.get("architectures") or ())
-        return False
 
     @property
     def on_cpu(self) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from generation import shims
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
@@ -55,11 +56,9 @@ def _quiet_environment() -> dict[str, str]:
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """Return the environment variables that the engine's processes start with."""
-    env = _quiet_environment()
+    env = _quiet_environment() | shims.python_path()
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, even if the trainer is on several
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that came over a socket is unpickled
-    if settings.needs_torchvision:
-        env["HOTBUNK_IMAGES"] = "1"  # for hotbunk_torchvision.py: vLLM inspects models in another process
     if not settings.on_cpu:
         visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # as this process counts
         names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))

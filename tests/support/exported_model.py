@@ -1,6 +1,6 @@
 """Compares plain vLLM with plain Transformers on exported models, neither of which knows of this project.
 
-    HOTBUNK_IMAGES=1 OMP_NUM_THREADS=1 python tests/support/exported_model.py FOLDER [FOLDER ...]
+    PYTHONPATH=generation/shims OMP_NUM_THREADS=1 python tests/support/exported_model.py FOLDER [FOLDER ...]
 
 Prints a line for each folder: the mean and the largest difference between their log-probabilities of what vLLM samples,
 in nats. Transformers computes in float32, and so does vLLM, except in bfloat16 for gated delta rules. The exit status

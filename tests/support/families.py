@@ -4,8 +4,7 @@
 
 `FAMILIES` has the settings by which a family's configuration differs from `BASE`. The weights are random, and larger
 than Transformers starts them with, so that an error in one of them shows. The tokenizer is that of `tiny_model`, with a
-processor for images in families of `scripts.tiny_vlm`; for these call `hotbunk_torchvision.show()` before Transformers
-is first imported.
+processor for images in families of `scripts.tiny_vlm`.
 """
 
 from pathlib import Path

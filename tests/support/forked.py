@@ -28,56 +28,53 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (sys.executable, __file__)
-"""A command for a forked `python`, which finds torchvision if HOTBUNK_IMAGES is set."""
+"""A command for a forked `python`."""
 
 ENGINES = "HOTBUNK_TEST_ENGINES"
 """The environment variable with which engines started by that command are forked as well."""
 
 _MAIN = process.current_process()
-_ADDRESSES = ("HOTBUNK_TEST_FORKSERVER", "HOTBUNK_TEST_SEEING_FORKSERVER")
+_ADDRESS = "HOTBUNK_TEST_FORKSERVER"
 
 
-def start_servers() -> None:
-    """Starts both servers from this process, the first of pytest's; they end with it."""
-    for images, name in enumerate(_ADDRESSES):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(arbitrary_address("AF_UNIX"))
-        listener.listen()
-        ended, _held = os.pipe()  # only this process has the write end
-        code = f"import sys; sys.path[:0] = {[str(ROOT)]}; from tests.support.forked import serve"
-        code += f"; serve({listener.fileno()}, {ended}, {bool(images)})"
-        quiet = os.environ | {"TORCH_LOGS": "-torch._library.triton"}
-        descriptors = (listener.fileno(), ended)
-        subprocess.Popen([sys.executable, "-c", code], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=quiet)
-        os.environ[name] = listener.getsockname()
-        os.close(ended)
-        listener.close()
+def start_server() -> None:
+    """Start the server from this process, the first of pytest's; it ends with it."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(arbitrary_address("AF_UNIX"))
+    listener.listen()
+    ended, _held = os.pipe()  # only this process has the write end
+    code = f"import sys; sys.path[:0] = {[str(ROOT)]}; from tests.support.forked import serve"
+    code += f"; serve({listener.fileno()}, {ended})"
+    quiet = os.environ | {"TORCH_LOGS": "-torch._library.triton"}
+    descriptors = (listener.fileno(), ended)
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=quiet)
+    os.environ[_ADDRESS] = listener.getsockname()
+    os.close(ended)
+    listener.close()
 
 
-def serve(listener: int, ended: int, images: bool) -> None:
-    """Runs a server, which imports everything when it is asked for its first process."""
+def serve(listener: int, ended: int) -> None:
+    """Run the server, which imports everything when it is asked for its first process."""
     if ended in select.select([listener, ended], [], [])[0]:
         return
-    if images:
-        import_module("hotbunk_torchvision").show()
     sys.warnoptions.append("ignore")  # as in `main`
     hidden: Any = None
     sys.modules["ray"] = hidden  # vLLM imports it where it can; it reads its environment as it is imported
     with suppress(ImportError):  # vLLM is not the build for CPUs
-        for name in import_module("tests.support.preloaded").MODULES[images]:
+        for name in import_module("tests.support.preloaded").MODULES:
             import_module(name)
         import_module("generation.engine.forkserver").prepare()
     multiprocessing.forkserver.main(listener, ended, [])  # type: ignore[attr-defined]
 
 
 class _Server(multiprocessing.forkserver.ForkServer):
-    """This process's connection to one of the servers."""
+    """This process's connection to the server."""
 
-    def __init__(self, images: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         slots: Any = self
-        slots._forkserver_address = os.environ[_ADDRESSES[images]]
-        slots._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # unused: the servers live as long as pytest
+        slots._forkserver_address = os.environ[_ADDRESS]
+        slots._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # unused: the server lives as long as pytest
 
     def ensure_running(self) -> None:
         """Does nothing, since the server runs already."""
@@ -96,8 +93,7 @@ class _Streams:
 def main(arguments: Sequence[str]) -> int:
     """Runs `python` with these arguments in a fork; signals that this process gets are passed on."""
     sys.warnoptions.append("ignore")  # the resource tracker would warn of shared memory of processes that tests kill
-    seeing = bool(os.environ.get("HOTBUNK_IMAGES"))
-    multiprocessing.forkserver.connect_to_new_process = server(seeing).connect_to_new_process
+    multiprocessing.forkserver.connect_to_new_process = server().connect_to_new_process
     handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     del sys.modules["__main__"].__file__  # otherwise the fork would run this file first
     context = multiprocessing.get_context("forkserver")

@@ -401,10 +401,6 @@ def unequal(one: Finished, other: Finished) -> list[str]:
 
 def main() -> int:
     """Runs undisturbed and disturbed, and prints what the two differ in."""
-    if "--images" in sys.argv:
-        import hotbunk_torchvision
-
-        hotbunk_torchvision.show()  # before Transformers is imported
     from tests.support.families import make_family
     from trainer.commands.tiny_model import make_tiny_model
 

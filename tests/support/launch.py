@@ -25,7 +25,6 @@ import psutil
 from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
-import hotbunk_torchvision
 from generation.engine import forkserver
 from tests.support import preloaded
 from trainer.run import processes
@@ -41,12 +40,10 @@ def run_ranks(
     timeout: float = 120.0,
     arguments: list[str] | None = None,
     lost: tuple[int, ...] = (),
-    images: bool = False,
 ) -> str:
     """Runs a function on `nproc` ranks; returns what they printed, stdout and stderr together.
 
-    `lost` are ranks that leave in the middle of the function, for tests of how the remaining ranks react. With `images`
-    the ranks find torchvision.
+    `lost` are ranks that leave in the middle of the function, for tests of how the remaining ranks react.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
@@ -61,13 +58,11 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    if images:  # vLLM inspects such a model in processes of its own
-        environment[hotbunk_torchvision.SHOWN] = "1"
     with tempfile.TemporaryDirectory() as done:
         log = Path(done) / "output"
         log.touch()
         process_args = (environment | {_DONE: done}, log, target, arguments or [])
-        with preloaded.server(images):
+        with preloaded.server():
             ranks = start_processes(_run_rank, process_args, nproc, join=False, start_method="forkserver")
         assert ranks is not None
         failure = _wait(ranks, timeout)
@@ -87,7 +82,7 @@ def run_script(script: Path, arguments: list[str], folder: Path, timeout: float)
     """
     log = folder / f"{script.stem}.log"
     process_args = (os.environ | {"PYTHONPATH": str(ROOT)}, log, script, arguments)
-    with preloaded.server(images=False):
+    with preloaded.server():
         process = start_processes(_run_script, process_args, 1, join=False, start_method="forkserver")
     assert process is not None
     failure = _wait(process, timeout)

@@ -31,7 +31,7 @@ from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_TEXT = [
+MODULES = [
     __name__,
     "pytest",
     "trainer.rank",
@@ -39,10 +39,10 @@ _TEXT = [
     *forkserver.MODULES,
     "datasets",
     "trainer.run.plots",
+    "trainer.policy.vision",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
 ]
-_IMAGES = ["trainer.policy.vision", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
-MODULES = (_TEXT, [*_TEXT, *_IMAGES])
-"""Modules that the two servers import; processes of the second one can read images."""
+"""Modules that the server imports."""
 
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -50,9 +50,9 @@ setproctitle.getproctitle()  # later it would not find the process's name: the e
 
 
 @contextmanager
-def server(images: bool) -> Iterator[None]:
-    """Has `forkserver` fork processes from the server that has imported everything, with torchvision for `images`."""
-    connect = forked.server(images).connect_to_new_process
+def server() -> Iterator[None]:
+    """Have `forkserver` fork processes from the server that has imported everything."""
+    connect = forked.server().connect_to_new_process
     with patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
         yield
 
@@ -60,12 +60,12 @@ def server(images: bool) -> Iterator[None]:
 class Launcher:
     """A launcher, or the supervisor above it, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, images: bool) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         process_args = (arguments, environment, log)
         # A daemon, since a failing test would wait for it otherwise.
         self._process = context.Process(target=_be_launcher, args=process_args, daemon=True)
-        with server(images):
+        with server():
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -94,7 +94,6 @@ class Run:
         stale: str | None = None,
         imports: Path | None = None,
         preloaded: bool = False,
-        images: bool = False,
     ) -> None:
         """Starts the run.
 
@@ -104,7 +103,6 @@ class Run:
                 token, which no verification notices.
             imports: a file to which every process appends the modules for images that it imports.
             preloaded: fork ranks and engines (see `preloaded.py`), for tests that do not look at how they start.
-            images: with `preloaded`, ranks and engines find torchvision.
         """
         self.folder = recipe.parent / "runs" / name
         self.mark = uuid.uuid4().hex
@@ -131,7 +129,7 @@ class Run:
             launch = ["trainer.run.supervisor", restarts] if restarts else ["trainer.launcher"]
             launch += ["--nproc-per-node", str(ranks), "-m", "trainer", "train", *options]
             environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-            self.process: Any = Launcher(launch, environment, self.log, images)
+            self.process: Any = Launcher(launch, environment, self.log)
             return
         command = ["bash", str(ROOT / "scripts/train.sh"), *options]
         with self.log.open("w") as log:

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from generation import shims
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, quoted
@@ -28,14 +28,14 @@ def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
 
     Their operators are then missing, and Transformers, which imports them if they are installed, cannot import any
     model (https://github.com/pytorch/vision/issues/9085). vLLM requires them, and pip installs PyPI's builds, which are
-    for CUDA. Where `hotbunk_torchvision` is installed, it adapts or hides a torchvision from PyPI.
+    for CUDA. `generation.shims` lets such a torchvision be imported beside a torch for CPUs.
     """
     installed = dict[str, str]()
     for name in ("torch", "torchvision", "torchaudio"):
         with suppress(PackageNotFoundError):
             installed[name] = versions(name)
     torch = installed.pop("torch", "")
-    if "hotbunk_torchvision" in sys.modules and torch.endswith("+cpu"):
+    if shims.are_needed():
         installed.pop("torchvision", None)
     unfit = [name for name in installed if torch and installed[name].endswith("+cpu") != torch.endswith("+cpu")]
     if unfit:

@@ -16,7 +16,6 @@ from urllib.request import getproxies
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from generation.engine.settings import imports_vision
 from trainer.config.recipe import sentences
 from trainer.config.weight_files import embedding, is_pointer, no_model, pointer_sentence, stored_tensors
 from trainer.errors import UserError
@@ -135,12 +134,6 @@ def is_multimodal(path: str) -> bool:
     False if there is no such file.
     """
     return bool(_raw_config(path).get("vision_config"))
-
-
-def needs_torchvision(path: str) -> bool:
-    """True if a model takes images, or vLLM's code for it, although it takes none, imports what reads them."""
-    loaded = _raw_config(path)
-    return bool(loaded.get("vision_config")) or imports_vision(loaded.get("architectures") or ())
 
 
 def _raw_config(path: str) -> dict[str, Any]:

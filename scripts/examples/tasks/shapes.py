@@ -10,17 +10,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-import hotbunk_torchvision
+import torch
+from PIL import Image as Pillow
+from PIL import ImageDraw
+from transformers import AutoModelForImageTextToText
 
-hotbunk_torchvision.show()  # before Transformers is imported
-
-import torch  # noqa: E402
-from PIL import Image as Pillow  # noqa: E402
-from PIL import ImageDraw  # noqa: E402
-from transformers import AutoModelForImageTextToText  # noqa: E402
-
-from generation.images import Image, ImageProcessor  # noqa: E402
-from scripts.tiny_vlm import make_tiny_vlm  # noqa: E402
+from generation.images import Image, ImageProcessor
+from scripts.tiny_vlm import make_tiny_vlm
 
 SHAPES = ["disc", "box", "bar", "cross"]
 QUESTION = "Name it: "

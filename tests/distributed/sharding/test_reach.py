@@ -61,7 +61,7 @@ def multimodal_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     models, file = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("results") / "found.json"
     for kind, tied in MULTIMODAL:
         make_tiny_vlm(models / f"{kind}_{tied}", architecture=kind, tied=tied)
-    run_ranks(reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *MULTIMODAL_CASES], images=True)
+    run_ranks(reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *MULTIMODAL_CASES])
     return json.loads(file.read_text())
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotbunk_torchvision import beside_cpu_build
 from tests.conftest import ROOT, TinyModel
 from tests.support.forked import PYTHON
 from tests.support.killed_run import REWARD, disturbed, draw, survived, unequal
@@ -104,9 +103,6 @@ def test_an_undisturbed_run_prints_only_hotbunks_own_lines(side_by_side: tuple[R
     assert "forkse" not in side_by_side[1].output()  # the forkserver ends with the engines
 
 
-@pytest.mark.skipif(
-    not beside_cpu_build(), reason="torchvision, which Transformers imports, is hidden beside a CPU build"
-)
 def test_a_run_with_text_alone_imports_nothing_for_images(recipe: Path, undisturbed: Run) -> None:
     assert undisturbed.rows() and not (recipe.parent / "imports").exists()
 

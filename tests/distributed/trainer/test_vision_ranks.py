@@ -16,7 +16,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for kind in vision_checks.KINDS:
         vision_checks.add_head(make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32))
     file = folder / "found.json"
-    run_ranks(vision_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(file)], images=True)
+    run_ranks(vision_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(file)])
     return json.loads(file.read_text())
 
 

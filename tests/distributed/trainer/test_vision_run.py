@@ -16,7 +16,7 @@ from tests.support.real_run import ROOT, Run, multimodal_sections, write_recipe
 from trainer.commands import sft
 from trainer.config.recipe import load_config
 
-MULTIMODAL: dict[str, Any] = {"preloaded": True, "images": True}
+MULTIMODAL: dict[str, Any] = {"preloaded": True}
 
 
 @pytest.mark.timeout(1500)
@@ -77,7 +77,7 @@ def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) ->
         rollout={"client": f"{ROOT}/scripts/examples/second_glance.py:agent", "max_error_rate": 0.0},
         reward={"functions": []},
     )
-    output = run_ranks(warm_start, 1, timeout=120, arguments=[str(recipe)], images=True)
+    output = run_ranks(warm_start, 1, timeout=120, arguments=[str(recipe)])
     warm = tmp_path / "runs/warm/model"
     assert "the model is in" in output and (warm / "model.safetensors").is_file()
     run = Run(recipe, "--model.path", str(warm), ranks=1, name="shown", **MULTIMODAL)

@@ -62,7 +62,7 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
     features = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
     expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **features)[0, len(ids) :]
     words = ["serve", str(folder), "--port", "0", "--concurrent", "2", "--images", "1"]
-    environment = os.environ | {"HOTBUNK_IMAGES": "1", ENGINES: "1"}
+    environment = os.environ | {ENGINES: "1"}
     process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

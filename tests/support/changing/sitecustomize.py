@@ -62,9 +62,7 @@ def change_what_is_loaded() -> None:
             change(import_module(name))
 
 
-OF_IMAGES = re.compile(
-    r"torchvision|trainer\.policy\.vision|transformers\.models\.(?!auto)\w+\.(image_)?processing_\w+"
-)
+OF_IMAGES = re.compile(r"trainer\.policy\.vision|transformers\.models\.(?!auto)\w+\.(image_)?processing_\w+")
 
 
 class _Changer:

@@ -3,9 +3,6 @@
 import asyncio
 import base64
 import io
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +20,6 @@ from generation.engine.image_inputs import _found
 from generation.engine.settings import EngineSettings
 from generation.images import Image, ImageLimits, ImageProcessor, ImageRules
 from generation.server.image_messages import _with_images
-from hotbunk_torchvision import beside_cpu_build
 from tests.support.in_process import IdleLLM
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava", "mistral3"]
@@ -184,13 +180,6 @@ def test_a_larger_image_is_made_smaller_if_asked_but_a_bomb_is_refused() -> None
             Image.read(encoded(PIL.Image.new("1", (side, side))), ImageLimits(6000, "resize"))
 
 
-def python(code: str, **environ: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ, timeout=120, check=True
-    )
-    return result.stdout.strip()
-
-
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
@@ -207,16 +196,6 @@ def test_the_trainer_s_tokens_of_an_image_are_looked_up_among_the_engine_s(
     """5 begins the image, 7 has a feature, 8 ends a line and 9 the image."""
     tokens = [5, 7, 7, 8, 7, 7, 9]
     assert _found(ids, tokens, [token == 7 for token in tokens]) == expected
-
-
-def test_a_process_of_text_finds_no_torchvision_and_one_of_images_does() -> None:
-    tell = "import sys, importlib.util as u; print(u.find_spec('torchvision') is not None)"
-    hide = "import hotbunk_torchvision as t; t.install();"
-    assert python(hide + tell) == str(not beside_cpu_build())  # beside a CUDA build nothing is hidden
-    assert python(hide + "t.show();" + tell) == "True"
-    assert python(hide + tell, HOTBUNK_IMAGES="1") == "True"
-    loaded = "import sys; print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'transformers')])"
-    assert python(hide + loaded) == "[]"
 
 
 @pytest.mark.parametrize("count", [0, 1])

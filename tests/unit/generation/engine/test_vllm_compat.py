@@ -1,13 +1,11 @@
 """The arguments and the vLLM versions that engines start with; only vLLM's imports are real here."""
 
-import json
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +20,6 @@ from generation.engine.vllm_compat import (
     engine_environment,
     started_with,
 )
-from trainer.config.model_file import needs_torchvision
 
 CPU = EngineSettings(model="m", max_model_len=64)
 CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))
@@ -185,15 +182,3 @@ def test_noise_is_keyed_by_position_or_the_engine_does_not_start(
     config = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
     with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
         check_keyed_noise(EngineSettings("m", 64, keyed_noise=True, **options), config)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "shown"), [("Qwen3_5ForCausalLM", True), ("Qwen3NextForCausalLM", False), ("Nothing", False)]
-)
-def test_torchvision_is_shown_where_vllms_code_of_a_text_model_imports_it(
-    architecture: str, shown: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    settings = EngineSettings(model=str(tmp_path), max_model_len=64)
-    assert ("HOTBUNK_IMAGES" in engine_environment(settings)) is shown
-    assert needs_torchvision(str(tmp_path)) is shown
