@@ -20,7 +20,7 @@ _HOMES = {
     "StorageWriter": "apart.storage",
     "StreamSource": "send.source",
     "SyncError": "wire.channel",
-    "SyncSettings": "send.push",
+    "SyncSettings": "report",
     "VllmInternalWorkerExtension": "worker.extension",
     "WeightSource": "send.source",
     "differences": "wire.manifest",

@@ -18,13 +18,15 @@ import torch
 from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.lifecycle import Memory
 from sharding.ranks import agreed, exchange, rank
-from sharding.send.probe import Probe, Tenant, VersionedPolicy, check_probe, draw_probe, vocabulary_of
-from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, Workers, futures, raise_if_failed
+from sharding.report import AdapterFormat, SyncReport, SyncSettings
+from sharding.send.probe import Probe, check_probe, draw_probe, vocabulary_of
 from sharding.send.source import ShardedSource
 from sharding.send.ways import Staged, Way
+from sharding.tenants import Tenant, VersionedPolicy
 from sharding.update import ABORT_SECONDS, Update
 from sharding.wire.channel import Listener, SyncError
 from sharding.wire.staging import device_id, return_free_pages
+from sharding.workers import Link, Workers, futures, raise_if_failed
 
 
 class ShardingManager:

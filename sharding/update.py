@@ -12,12 +12,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
-from sharding.send.push import AdapterFormat, DigestCheck, SyncReport, SyncSettings, Workers, push
+from sharding.report import AdapterFormat, SyncReport, SyncSettings
+from sharding.send.push import DigestCheck, push
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Way
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter, first_names, manifest_of
 from sharding.wire.staging import BUFFERS
+from sharding.workers import Workers
 
 ABORT_SECONDS = 5.0
 """Longest wait for workers to leave an update that failed; they answer at once, unless they hang."""

@@ -11,8 +11,9 @@ from generation.engine.engine import Leader
 from generation.importing import load
 from sharding.apart.orders import EnginesApart
 from sharding.apart.storage import Storage
-from sharding.manager import ShardingManager, SyncSettings
+from sharding.manager import ShardingManager
 from sharding.ranks import EVERYBODY, rank, world_size
+from sharding.report import SyncSettings
 from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.send.ways import Staged, Way, ZeroCopy

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from generation.engine.sampling import NotFiniteError
 from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError, is_main, world_size
+from sharding.report import SyncReport
 from trainer.build import build_models, build_sharding, build_source
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
@@ -52,8 +53,7 @@ class RLTrainer:
         self.watchdog = watchdog
         # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation; on rank 0 only.
         self.last_answers: list[dict[str, Any]] = []
-        self.left_out: list[str] = []  # weights that the engines do not use
-        self.unpatched = ""  # the latest note about weights that always travel whole
+        self.last_sync = SyncReport(version=-1)
         start = begin(config, watchdog, resources, self.doing)
         self.config = start.config
         self.screen = start.screen
@@ -187,15 +187,9 @@ class RLTrainer:
         report = self.sharding.report
         self.meter.note_shift(report.seconds, report.offloaded)
         self.state.syncs_verified += bool(report.verified)
-        if report.resent:
-            self.screen.note(f"all weights were sent, since {report.resent}")
-        if report.unpatched not in ("", self.unpatched):
-            self.unpatched = report.unpatched
-            self.screen.note(report.unpatched)
-        if report.left_out != self.left_out:
-            self.left_out = report.left_out
-            weights = f"{len(self.left_out)} weight{'s' * (len(self.left_out) != 1)}"
-            self.screen.note(f"vLLM leaves out {weights} of this model: {', '.join(self.left_out)}")
+        for line in report.notes(previous=self.last_sync):
+            self.screen.note(line)
+        self.last_sync = report
 
     def sample(self, step: int) -> tuple[StepSampling, Round]:
         """Samples the step's prompts, from where the last step stopped, in one or more rounds. Collective.
@@ -262,6 +256,6 @@ class RLTrainer:
             metrics["throughput/tokens_per_s_per_device"] = metrics["throughput/tokens_per_s"] / world_size()
         metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
         if self.config.sync.delta:
-            metrics["sync/bytes"] = float(self.sharding.report.nbytes - self.sharding.report.spared)
+            metrics["sync/bytes"] = float(self.sharding.report.sent_bytes)
         self.tracker.log(step, metrics)
         self.screen.step(step, metrics)

@@ -18,8 +18,9 @@ import torch
 
 from generation.engine.engine import Leader
 from generation.engine.vllm_compat import killed_at_start
-from sharding.manager import ShardingManager, Tenant
+from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError, agreed, exchange
+from sharding.tenants import Tenant
 from trainer.config.schema import TrainConfig
 from trainer.distributed import say
 from trainer.engines import put_to_sleep, start_engine

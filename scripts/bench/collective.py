@@ -41,7 +41,7 @@ from common import (
 
 from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.storage import StorageWriter
-from sharding.send.push import SyncSettings
+from sharding.report import SyncSettings
 from sharding.send.ways import BucketPlan
 from sharding.wire.group import BroadcastGroup, GroupStore, connect_store, listen
 

@@ -27,7 +27,8 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
 from sharding import SHARING_WORKER, WORKER_EXTENSION
-from sharding.manager import ShardingManager, SyncSettings
+from sharding.manager import ShardingManager
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import Way
 from trainer.config.schema import ModelConfig, PolicyConfig

@@ -46,8 +46,8 @@ from common import (
 from train_step import Answers, ours
 
 from generation.engine.sampling import SamplingSettings
+from sharding.report import SyncSettings
 from sharding.send.pull import Pull
-from sharding.send.push import SyncSettings
 from sharding.wire.staging import resident_bytes
 from trainer.run.meters import MemoryMeter
 

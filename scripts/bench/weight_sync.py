@@ -59,12 +59,11 @@ from common import (
 from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 
 from generation.engine.engine import Leader
-from sharding.manager import SyncReport, SyncSettings
 from sharding.ranks import exchange, is_main, rank, world_size
+from sharding.report import SyncReport, SyncSettings, Verify
 from sharding.send import push
 from sharding.send import ways as weight_ways
 from sharding.send.pull import Pull
-from sharding.send.push import Verify
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.channel import Listener, connect

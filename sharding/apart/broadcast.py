@@ -16,7 +16,7 @@ from torch.distributed import Work
 
 from sharding.apart.last_sent import LastSent
 from sharding.ranks import agreed, exchange, rank
-from sharding.send.push import AdapterFormat, Link, SyncReport, SyncSettings, Workers, futures, raise_if_failed
+from sharding.report import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Way
 from sharding.update import Update
@@ -24,6 +24,7 @@ from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
 from sharding.wire.manifest import Manifest, manifest_of
 from sharding.wire.staging import STAMP_BYTES, local_buffers, stamp, with_stamp
+from sharding.workers import Link, Workers, futures, raise_if_failed
 
 TRAIN_WORLD_SIZE = 1
 """Members of the group on the trainer's side: its rank 0."""

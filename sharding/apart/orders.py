@@ -21,9 +21,10 @@ from generation.engine.engine import Engine, Leader
 from generation.engine.replicas import ReplicatedEngine, cluster_address
 from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.ranks import RemoteError, agreed, exchange, is_main, rank
-from sharding.send.probe import Probe, Tenant, VersionedPolicy, check_probe, draw_probe, vocabulary_of
-from sharding.send.push import AdapterFormat, SyncReport, SyncSettings
+from sharding.report import AdapterFormat, SyncReport, SyncSettings
+from sharding.send.probe import Probe, check_probe, draw_probe, vocabulary_of
 from sharding.send.source import WeightSource
+from sharding.tenants import Tenant, VersionedPolicy
 from sharding.wire.channel import SyncError
 from sharding.wire.group import GroupStore, StoreChannel, own_address
 
@@ -95,7 +96,7 @@ class EnginesApart:
         moved.
         """
         self._policy = policy
-        self.report = SyncReport(policy.version)
+        self.report = SyncReport(policy.version, unpatched=self.report.unpatched)
         yield
         self.sleep()
 
@@ -106,7 +107,9 @@ class EnginesApart:
         policy = self._policy
         assert policy is not None
         self._tell(kind, version=policy.version, **order)
-        self.report = self._bring(policy.version)
+        report = self._bring(policy.version)
+        report.unpatched = report.unpatched or self.report.unpatched  # the latest note stays, until there is another
+        self.report = report
         probe: Probe | None = None
         if self._verify != "off" and not self.report.verified:
             probe = draw_probe(policy, self._vocabulary)

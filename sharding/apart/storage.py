@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sharding.ranks import exchange, rank
-from sharding.send.push import SyncReport, SyncSettings, Workers
+from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.send.ways import BucketPlan, Way
 from sharding.update import Update
@@ -17,6 +17,7 @@ from sharding.wire.channel import SyncError
 from sharding.wire.manifest import manifest_of
 from sharding.wire.staging import local_buffers, with_stamp
 from sharding.worker.storage import FORMAT, MANIFEST, SLOTS, digest, locked_slot, read_manifest
+from sharding.workers import Workers
 
 _CPU = torch.device("cpu")
 

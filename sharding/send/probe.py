@@ -2,12 +2,12 @@
 
 import math
 import random
-from typing import Protocol
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.engine.settings import LEAST_MODEL_LEN
-from sharding.send.push import AdapterFormat
+from sharding.report import AdapterFormat
+from sharding.tenants import VersionedPolicy
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter
 
@@ -18,27 +18,6 @@ bfloat16 sends some tokens to other experts than a trainer in float32: a tiny on
 
 Probe = tuple[list[int], list[float]]
 """Token ids, and the policy's log-probability (nats) of each except the first."""
-
-
-class Tenant(Protocol):
-    """A part of the trainer whose device memory is not needed, and can be released, while the engine generates."""
-
-    def release(self, weights: bool) -> int:
-        """Release memory that is not needed until `restore`, with its weights if `weights`; return the bytes."""
-
-    def restore(self) -> None:
-        """Take the memory again, as it was; called whether or not anything was released."""
-
-
-class VersionedPolicy(Tenant, Protocol):
-    """A policy that can be synced: its version, and its log-probabilities where weights cannot be read back."""
-
-    @property
-    def version(self) -> int:
-        """The number of the weights; it changes whenever they do."""
-
-    def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probability (nats, temperature 1) of each of `token_ids[1:]`. Collective."""
 
 
 def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | None) -> int:

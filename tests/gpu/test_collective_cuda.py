@@ -10,7 +10,7 @@ import torch
 
 from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender
-from sharding.send.push import SyncSettings
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.support.colocated import HfPolicy, assert_as_close_as_bfloat16, start_engine, stop
 from tests.support.nemo_worker import NemoWorker

@@ -15,7 +15,8 @@ from generation.engine.settings import EngineSettings
 from generation.exact_ids import Generation
 from generation.trajectory import Trajectory
 from sharding import SHARING_WORKER, WORKER_EXTENSION
-from sharding.manager import ShardingManager, SyncSettings
+from sharding.manager import ShardingManager
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, ShardedSource
 from sharding.send.ways import Way, ZeroCopy
 from trainer.learning.batching import micro_batches

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
 from sharding.manager import ShardingManager
-from sharding.send.push import SyncReport, SyncSettings
+from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import ShardedSource
 from sharding.send.ways import Way
 from sharding.worker import extension

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sharding.ranks import agreed, is_main
-from sharding.send.push import AdapterFormat
+from sharding.report import AdapterFormat
 from sharding.send.source import LowRank, gathered
 from trainer.config.adapter import PREFIX, WEIGHTS, adapted_layers, adapter_tensors, layer_name
 from trainer.config.schema import LoraConfig

@@ -24,7 +24,7 @@ def check_ranks(model: str, folder: str) -> None:
     from sharding.apart.broadcast import CollectiveSender
     from sharding.apart.storage import StorageWriter
     from sharding.ranks import RemoteError, rank
-    from sharding.send.push import SyncSettings
+    from sharding.report import SyncSettings
     from sharding.send.source import FsdpWeightSource
     from tests.support.colocated import HfPolicy, stop
     from tests.support.nemo_worker import NemoWorker

@@ -70,9 +70,9 @@ def check_failures(folder: str) -> None:
 
     from generation.engine.engine import Leader
     from generation.engine.thread import EngineThread
-    from sharding.manager import ShardingManager, SyncSettings
+    from sharding.manager import ShardingManager
     from sharding.ranks import RemoteError, rank
-    from sharding.send.push import SyncReport
+    from sharding.report import SyncReport, SyncSettings
     from sharding.send.source import FsdpWeightSource
     from trainer.distributed import init_process_group
 

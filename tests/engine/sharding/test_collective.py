@@ -15,10 +15,11 @@ from generation.engine.sampling import SamplingSettings
 from sharding.apart.broadcast import CollectiveSender, engine_ranks
 from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
-from sharding.send.push import Link, SyncSettings
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import checkpoint_manifest, differences
+from sharding.workers import Link
 from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy, start_engine, stop
 from tests.support.nemo_worker import NemoWorker

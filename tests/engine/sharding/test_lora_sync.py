@@ -16,8 +16,9 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
 from generation.engine.slices import Turnstile
 from generation.exact_ids import Generation
-from sharding.manager import ShardingManager, SyncSettings
+from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, WeightSource, one_piece
 from tests.support.colocated import assert_replay_helps, gaps, start_engine, stop
 from tests.support.sliced import Episodes

@@ -9,7 +9,7 @@ import torch
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import RemoteError
-from sharding.send.push import Link
+from sharding.workers import Link
 from tests.conftest import TinyModel
 from tests.support.colocated import Colocated
 from trainer.commands.tiny_model import make_tiny_model

@@ -12,11 +12,12 @@ from torch import Tensor
 from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.last_sent import LastSent
 from sharding.ranks import RemoteError
-from sharding.send.push import Link, SyncSettings
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import SourceParameter
 from sharding.worker import extension
+from sharding.workers import Link
 from tests.support.in_process import SmallModel, Worker, small_weights
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import zmq
 
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_compat import started_with
-from sharding.send.push import Link
 from sharding.wire import channel as channels
 from sharding.wire.channel import Channel, Listener, SyncError, connect
+from sharding.workers import Link
 from tests.conftest import ROOT
 
 harm: list[str] = []

@@ -19,7 +19,7 @@ from generation.engine.thread import EngineThread
 from sharding.apart import orders
 from sharding.apart.orders import EnginesApart, TrainersApart
 from sharding.ranks import RemoteError
-from sharding.send.push import SyncReport, SyncSettings
+from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
 
 

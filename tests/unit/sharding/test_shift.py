@@ -16,8 +16,9 @@ import torch
 from generation.engine.engine import Leader
 from generation.engine.lifecycle import Memory
 from generation.engine.sampling import NotFiniteError
-from sharding.manager import ShardingManager, SyncSettings
+from sharding.manager import ShardingManager
 from sharding.ranks import rank
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import ZeroCopy
 from tests.support.learning_steps import on_ranks

@@ -24,7 +24,7 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.settings import EngineSettings
 from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError
-from sharding.send.push import SyncSettings
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.worker import extension
 from sharding.worker.recording import Recording

@@ -9,10 +9,11 @@ import torch
 
 from sharding import update
 from sharding.ranks import RemoteError
-from sharding.send.push import SyncReport, SyncSettings, Workers
+from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from sharding.send.ways import BucketPlan
 from sharding.update import Update
+from sharding.workers import Workers
 from tests.support.in_process import small_weights
 
 WAYS = {"Staged", "ZeroCopy", "Pull", "Broadcast", "Storage"}

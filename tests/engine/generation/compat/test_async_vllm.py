@@ -24,7 +24,7 @@ from generation.engine.lifecycle import EngineStateError
 from generation.engine.vllm_compat import engine_arguments
 from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.storage import StorageWriter
-from sharding.send.push import SyncSettings
+from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy

@@ -22,7 +22,7 @@ from sharding import WORKER_EXTENSION
 from sharding.apart.broadcast import CollectiveSender
 from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError
-from sharding.send.push import SyncReport, SyncSettings
+from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy

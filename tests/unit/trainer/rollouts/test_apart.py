@@ -16,7 +16,7 @@ from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
 from sharding.apart.orders import PendingCall, TrainersApart, _line
 from sharding.ranks import RemoteError, rank
-from sharding.send.push import SyncSettings
+from sharding.report import SyncSettings
 from sharding.wire.channel import SyncError
 from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.placement import check_placement
