@@ -13,7 +13,7 @@ SHARING_WORKER = "sharding.worker.sharing_worker.SharingWorker"
 """For `EngineSettings.worker_class`, on CUDA, where the trainer computes with the engine's weights."""
 
 _HOMES = {
-    "BucketPlan": "send.ways",
+    "BucketPlan": "send.buckets",
     "CollectiveSender": "apart.broadcast",
     "FsdpWeightSource": "send.source",
     "ShardingManager": "manager",
@@ -21,6 +21,7 @@ _HOMES = {
     "StreamSource": "send.source",
     "SyncError": "wire.channel",
     "SyncSettings": "report",
+    "Transport": "transports.base",
     "VllmInternalWorkerExtension": "worker.extension",
     "WeightSource": "send.source",
     "differences": "wire.manifest",

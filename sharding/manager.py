@@ -21,8 +21,9 @@ from sharding.ranks import agreed, exchange, rank
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.probe import Probe, check_probe, draw_probe, vocabulary_of
 from sharding.send.source import ShardedSource
-from sharding.send.ways import Staged, Way
 from sharding.tenants import Tenant, VersionedPolicy
+from sharding.transports.base import Transport
+from sharding.transports.staged import Staged
 from sharding.update import ABORT_SECONDS, Update
 from sharding.wire.channel import Listener, SyncError
 from sharding.wire.staging import device_id, return_free_pages
@@ -52,7 +53,7 @@ class ShardingManager:
         tensor_parallel_size: int = 1,
         leader: Leader | None = None,
         adapter: AdapterFormat | None = None,
-        way: Way | None = None,
+        way: Transport | None = None,
     ) -> None:
         """Listen for the workers. `way` brings the weights to them; the default goes through staging buffers."""
         self._device = device
@@ -64,8 +65,9 @@ class ShardingManager:
         self._folder = folder
         self._connections = itertools.count()
         self._channel = self._listen()
-        self._way = way or Staged(device)
-        self._update = Update(source, self._way, settings, adapter, keep_buffers=device.type != "cuda")
+        on_cuda = device.type == "cuda"
+        self._update = Update(source, way or Staged(device), settings, adapter, keep_buffers=not on_cuda)
+        self._transport = self._update.transport
         self._session = 0
         self._broken = False
         self._tenants: list[Tenant] = []
@@ -86,17 +88,18 @@ class ShardingManager:
         """Pair every rank with the worker on its device. Collective; engines must be running.
         `calls`: the running `connect_ipc(endpoints)` of engines without a leader, on the rank that holds them.
         """
-        endpoints, reader = self.endpoints()[rank() // self._group_size], self._way.reader
+        endpoints = self.endpoints()[rank() // self._group_size]
+        reader = self._transport.reader
         self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints, reader))
         with agreed("connecting workers"):
             for call in futures(calls):
                 call.result(self._timeout)
         with agreed("connecting workers"):
             self._channel.accept(self._timeout, self._device_id)
-        self._connect_way()
+        self._connect_transport()
 
-    def _connect_way(self) -> None:
-        self._way.connect(None if self._leader is None else self._call)
+    def _connect_transport(self) -> None:
+        self._transport.connect(None if self._leader is None else self._call)
         self._broken = False
 
     def _call(self, method: str, *arguments: Any) -> "Future[Any]":
@@ -151,7 +154,7 @@ class ShardingManager:
 
     def _sleep_engines(self) -> None:
         """Put the engines that are awake, or half awake, to sleep."""
-        level = 2 if self._adapter is None and not self._way.shares else 1
+        level = 2 if self._adapter is None and not self._transport.shares else 1
 
         async def sleep(engine: Engine) -> None:
             if engine.state.memory in (Memory.AWAKE, Memory.WEIGHTS):
@@ -166,7 +169,7 @@ class ShardingManager:
         asserts that none is freed while it starts (https://github.com/vllm-project/vllm/issues/56830). All ranks and
         workers are paired anew, and staging memory is exported anew; a new worker records its loaders anew.
         """
-        self._way.abort("an engine has ended")
+        self._transport.abort("an engine has ended")
         self._tenants = [*tenants]
         self._sleep_engines()
         self._make_room(*tenants, weights=True)
@@ -189,7 +192,7 @@ class ShardingManager:
 
     def close(self) -> None:
         """Release sockets and staging memory of this rank."""
-        self._way.abort("the run ends")
+        self._transport.abort("the run ends")
         self._channel.close()
 
     @contextmanager
@@ -225,7 +228,7 @@ class ShardingManager:
         `calls`: the engines' calls that take the update; with None the leader starts one.
         """
         if self._broken:
-            self._connect_way()
+            self._connect_transport()
         self._session += 1
         running = calls or []
         with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait

@@ -13,9 +13,11 @@ from typing import Any
 
 from sharding.ranks import RemoteError, agree, agreed, dead_ranks, exchange, rank
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
-from sharding.send.push import DigestCheck, push
+from sharding.send.buckets import BucketPlan
+from sharding.send.push import DigestCheck
 from sharding.send.source import WeightSource
-from sharding.send.ways import BucketPlan, Way
+from sharding.transports.base import Transport, as_transport
+from sharding.transports.push import push
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter, first_names, manifest_of
 from sharding.wire.staging import BUFFERS
@@ -36,14 +38,14 @@ class Update:
     def __init__(
         self,
         source: WeightSource,
-        way: Way,
+        transport: Transport,
         settings: SyncSettings,
         adapter: AdapterFormat | None = None,
         keep_buffers: bool = False,
     ) -> None:
         """`adapter`: weights are the factors of one. `keep_buffers`: keep the buffers between updates."""
         self.settings = settings
-        self._way = way
+        self.transport = as_transport(transport)
         self._adapter = adapter
         self._keep_buffers = keep_buffers
         self._stamps = itertools.count(1)
@@ -70,7 +72,7 @@ class Update:
         self._repeatable = getattr(self.source, "repeatable", True)  # else weights are gone once they are sent
         self._verify = self.settings.verify if self._repeatable else "off"
         self._capacity = 0
-        self._last_sent = getattr(self._way, "last_sent", None)
+        self._last_sent = self.transport.last_sent
         if self._last_sent is not None and (self._verify == "off" or not hasattr(self.source, "own_values")):
             self._last_sent.forget("digests did not compare all weights of the update before")
             self._last_sent = None  # since nothing would prove a patch
@@ -93,7 +95,7 @@ class Update:
             verify = "full"
         check = DigestCheck(self.source, self.parameters, verify, self.report.version, again)
         self._terms = self._announce(check.request)
-        getattr(self._way, "transfer", Update.push_all)(self)
+        self.transport.transfer(self)
         return self._finish(check)
 
     def _announce(self, verify: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,7 +123,7 @@ class Update:
     def push_all(self) -> None:
         """Bring every parameter through buckets. Collective."""
         larger = any(parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters)
-        cuts = larger and self._way.cuts and self._repeatable  # alike on all ranks
+        cuts = larger and self.transport.cuts and self._repeatable  # alike on all ranks
         parameters, whole = self.parameters, self.needed_whole() if cuts or self._last_sent is not None else None
         if self._last_sent is not None:
             self._last_sent.begin(parameters, whole)
@@ -135,13 +137,13 @@ class Update:
         """Bring these parameters through buckets, as `Transfer.push` says. Collective."""
         plan = BucketPlan(parameters, self.settings.bucket_bytes, unsplit)
         with agreed("preparing the buffers"):
-            self._way.begin(self.report.version, plan, self.workers.error is None)
+            self.transport.begin(self.report.version, plan, self.workers.error is None)
         self._capacity, self.report.staging_bytes = plan.capacity, BUFFERS * plan.capacity
         self._push(plan, "bucket")
 
     def _push(self, plan: BucketPlan, kind: str) -> list[list[dict[str, Any]]]:
         self.report.nbytes += plan.nbytes
-        return push(self.source, plan, self._way, self.workers, kind, self._stamps)
+        return push(self.source, plan, self.transport, self.workers, kind, self._stamps)
 
     def _finish(self, check: DigestCheck) -> bool:
         """Check that every weight is accounted for, and compare them. Returns what `_bring` does.
@@ -177,7 +179,7 @@ class Update:
 
     def _end(self, calls: Sequence[Any]) -> list[Any]:
         # On CUDA the KV cache needs the buffers' place; on CPU fresh pages cost more than kept ones.
-        less = self._way.shares or any(term["records"] for term in self._terms)  # will do from now on
+        less = self.transport.shares or any(term["records"] for term in self._terms)  # will do from now on
         release = less or not self._keep_buffers
         self.workers.post("end", close=release)
         for answer in self.workers.collect()[:1]:
@@ -186,7 +188,7 @@ class Update:
         agree(self.workers.error, "ending the update")
         with agreed("finishing the update"):
             results = [call.result(self.settings.timeout) for call in calls]
-            self._way.finish(release)
+            self.transport.finish(release)
         if self._last_sent is not None:
             self.report.resent = self._last_sent.commit()
         return results
@@ -194,11 +196,8 @@ class Update:
     def _abort(self, error: BaseException) -> None:
         """Get the workers out of their receive loops, and the way out of the update; never raises."""
         reason = str(self.workers.error or error) or type(error).__name__
-        survives = getattr(self._way, "survives", False)
-        if self.workers.abort(reason, self.settings.timeout if survives else ABORT_SECONDS) and survives:
-            try:
-                self._way.finish(release=True)
-            except SyncError as lost:
-                self._way.abort(str(lost))
+        patience = self.settings.timeout if self.transport.survives else ABORT_SECONDS
+        if self.workers.abort(reason, patience):
+            self.transport.leave(reason)
         else:
-            self._way.abort(reason)
+            self.transport.abort(reason)

@@ -14,9 +14,11 @@ from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager
 from sharding.ranks import EVERYBODY, rank, world_size
 from sharding.report import SyncSettings
-from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
-from sharding.send.ways import Staged, Way, ZeroCopy
+from sharding.transports.base import Transport
+from sharding.transports.pull import Pull
+from sharding.transports.staged import Staged
+from sharding.transports.zero_copy import ZeroCopy
 from sharding.wire.group import own_address
 from trainer.config.machine import resolve_device
 from trainer.config.placement import generating_ranks, placement, training_ranks
@@ -143,7 +145,7 @@ def weights_host() -> str:
     return "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Way:
+def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Transport:
     """Builds the way of syncing weights that sync.way names; `auto` means staged.
 
     A custom class is called with the device and the deadline of a wait in seconds.

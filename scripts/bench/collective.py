@@ -42,7 +42,7 @@ from common import (
 from sharding.apart.broadcast import CollectiveSender
 from sharding.apart.storage import StorageWriter
 from sharding.report import SyncSettings
-from sharding.send.ways import BucketPlan
+from sharding.send.buckets import BucketPlan
 from sharding.wire.group import BroadcastGroup, GroupStore, connect_store, listen
 
 GIB = 2**30

@@ -30,7 +30,7 @@ from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import Way
+from sharding.transports.base import Transport
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import hf_format
@@ -208,7 +208,7 @@ def connected_manager(
     device: torch.device,
     settings: SyncSettings,
     leader: Leader | None,
-    way: Way | None = None,
+    way: Transport | None = None,
     tensor_parallel_size: int = 1,
 ) -> ShardingManager:
     """Connects a sharding manager to policy and engine, as training does; without a `way`, weights are staged."""

@@ -17,8 +17,8 @@ from common import TIMEOUT, ask_worker, seconds, total
 from torch.distributed.tensor import DTensor
 
 from generation.engine.engine import Leader
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan
 from sharding.wire.channel import Listener
 from sharding.wire.manifest import NamedTensors
 from sharding.wire.staging import make_staging, wait_for_writes

@@ -47,7 +47,7 @@ from train_step import Answers, ours
 
 from generation.engine.sampling import SamplingSettings
 from sharding.report import SyncSettings
-from sharding.send.pull import Pull
+from sharding.transports.pull import Pull
 from sharding.wire.staging import resident_bytes
 from trainer.run.meters import MemoryMeter
 

@@ -61,11 +61,12 @@ from peers import IPC_ARGUMENTS, IPC_ENVIRONMENT, Verl, VllmIpc, Way, trl
 from generation.engine.engine import Leader
 from sharding.ranks import exchange, is_main, rank, world_size
 from sharding.report import SyncReport, SyncSettings, Verify
-from sharding.send import push
-from sharding.send import ways as weight_ways
-from sharding.send.pull import Pull
+from sharding.send import buckets
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan
+from sharding.transports.base import Transport
+from sharding.transports.pull import Pull
+from sharding.transports.zero_copy import ZeroCopy
 from sharding.wire.channel import Listener, connect
 from sharding.wire.staging import BUFFERS, Staging, make_staging, open_memory, wait_for_writes
 from trainer.policy.zero_copy import InPlacePolicy
@@ -152,7 +153,7 @@ class SyncBench:
         self.ways["gather"] = Way(seconds(lambda: gather(self.source, self.plan, staging), rounds, self.device), room)
         staging.close()
 
-    def sync(self, row: str, way: weight_ways.Way | None = None) -> None:
+    def sync(self, row: str, way: Transport | None = None) -> None:
         """Times syncs of each `verify` and the floor, in turns; the first ones, which map memory, do not count."""
         floors: list[float] = []
         reports = self.update(self.options.rounds + 1, VERIFY, way, between=lambda: floors.append(self.floor()))
@@ -180,7 +181,7 @@ class SyncBench:
         self,
         count: int,
         verify: Sequence[Verify] = ("off",),
-        way: weight_ways.Way | None = None,
+        way: Transport | None = None,
         sleep: bool = False,
         between: Callable[[], object] = lambda: None,
     ) -> list[SyncReport]:
@@ -190,7 +191,7 @@ class SyncBench:
             engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
         settings = SyncSettings("off", self.options.bucket_mib << 20)
         if isinstance(self.policy, InPlacePolicy):
-            way = weight_ways.ZeroCopy(self.device, self.source.parameters(), self.policy.compute_in, TIMEOUT)
+            way = ZeroCopy(self.device, self.source.parameters(), self.policy.compute_in, TIMEOUT)
         group = self.options.tensor_parallel
         manager = connected_manager(self.source, self.device, settings, self.leader, way, group)
         reports = []
@@ -294,7 +295,7 @@ def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[
 def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None:
     """Fill staging with every bucket in turn."""
     for number, bucket in enumerate(plan.buckets):
-        push.gather(source, bucket, staging.buffers[number % BUFFERS], number)
+        buckets.gather(source, bucket, staging.buffers[number % BUFFERS], number)
     wait_for_writes(staging.buffers[0].device)
 
 

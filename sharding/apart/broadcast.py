@@ -17,8 +17,9 @@ from torch.distributed import Work
 from sharding.apart.last_sent import LastSent
 from sharding.ranks import agreed, exchange, rank
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import WeightSource
-from sharding.send.ways import BucketPlan, Way
+from sharding.transports.base import Transport
 from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
@@ -40,8 +41,8 @@ def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]
     return TRAIN_WORLD_SIZE + engines * workers_per_engine, offsets
 
 
-class Broadcast(Way):
-    """The group of rank 0 and all workers, and buckets broadcast in it. See `Way`.
+class Broadcast(Transport):
+    """The group of rank 0 and all workers, and buckets broadcast in it. See `Transport`.
     Workers join by themselves, see `meet`.
     `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
     `store`: the store of a group that stands or is forming, on rank 0.
@@ -49,7 +50,9 @@ class Broadcast(Way):
     `last_sent`: of which buckets are patches (`sync.delta`), or None.
     """
 
-    reader, cuts, shares, survives = "broadcast", True, False, True
+    reader = "broadcast"
+    cuts = True
+    survives = True
 
     def __init__(
         self,
@@ -168,6 +171,13 @@ class Broadcast(Way):
             self.wait(buffer)
         self.buffers = []
 
+    def leave(self, reason: str) -> None:
+        """Keep the group, whose members are in no broadcast any more, unless one does not end."""
+        try:
+            self.finish(release=True)
+        except SyncError as lost:
+            self.abort(str(lost))
+
     def abort(self, reason: str) -> None:
         """End the group, since its members may be in different broadcasts; its store says why."""
         self.lost = self.lost if self._group is None else reason
@@ -229,13 +239,13 @@ class CollectiveSender:
         self.session = session
         self._timeout = settings.timeout
         last_sent = LastSent("workers have joined or left" if session else "") if settings.delta else None
-        self._way = Broadcast(device, workers, settings.timeout, host, port, last_sent)
-        self._way.listen()
-        self._update = Update(source, self._way, settings, adapter)
-        self.ip, self.port = self._way.ip, self._way.port
-        self.world_size = self._way.world_size
+        self._broadcast = Broadcast(device, workers, settings.timeout, host, port, last_sent)
+        self._broadcast.listen()
+        self._update = Update(source, self._broadcast, settings, adapter)
+        self.ip, self.port = self._broadcast.ip, self._broadcast.port
+        self.world_size = self._broadcast.world_size
         self.train_world_size = TRAIN_WORLD_SIZE
-        store, numbers = self._way.store, range(TRAIN_WORLD_SIZE, self.world_size)
+        store, numbers = self._broadcast.store, range(TRAIN_WORLD_SIZE, self.world_size)
         self._channels = {} if store is None else {n: StoreChannel(store, f"to/{n}", f"from/{n}") for n in numbers}
 
     def __enter__(self) -> Self:
@@ -256,7 +266,7 @@ class CollectiveSender:
 
     def connect(self, calls: Sequence[Any] = ()) -> None:
         """Wait for all workers to join. `calls`: futures, or Ray's ObjectRefs; otherwise as `Broadcast.meet`."""
-        self._way.meet(futures(calls))
+        self._broadcast.meet(futures(calls))
 
     def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
         """Bring all engines to `version`, and verify that they hold it. Collective over the trainer's ranks.
@@ -277,5 +287,6 @@ class CollectiveSender:
 
     def close(self) -> None:
         """Leave the group and stop listening; safe to call twice."""
-        self._way.abort("the sender was closed")
-        self._channels, self._way.store = {}, None
+        self._broadcast.abort("the sender was closed")
+        self._channels = {}
+        self._broadcast.store = None

@@ -10,8 +10,9 @@ import torch
 
 from sharding.ranks import exchange, rank
 from sharding.report import SyncReport, SyncSettings
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import WeightSource
-from sharding.send.ways import BucketPlan, Way
+from sharding.transports.base import Transport
 from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import manifest_of
@@ -22,14 +23,14 @@ from sharding.workers import Workers
 _CPU = torch.device("cpu")
 
 
-class Storage(Way):
-    """A folder to which rank 0 writes each bucket, and from which all workers read it. See `Way`.
+class Storage(Transport):
+    """A folder to which rank 0 writes each bucket, and from which all workers read it. See `Transport`.
 
     A weight is never cut: readers other than this run's workers may need it whole. Weights that are sent again to be
     compared lie behind the update in the slot, and are cut off before the slot becomes the current one.
     """
 
-    reader, cuts, shares = "storage", False, False
+    reader = "storage"
 
     def __init__(self, folder: Path | str, device: torch.device, timeout: float) -> None:
         """Readers get `timeout` seconds to leave a slot. Workers on other machines must see the same folder."""

@@ -11,72 +11,17 @@ for the loaders to compare.
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from sharding.ranks import allreduce_objects
 from sharding.report import Verify
-from sharding.send.source import WeightSource
-from sharding.send.ways import Bucket, BucketPlan, Way
 from sharding.wire.digests import add, cut, digest, packed, part_of, sum_up
 from sharding.wire.manifest import SourceParameter, View
-from sharding.wire.staging import BUFFERS, STAMP_BYTES, stamp
-from sharding.workers import Workers
 
 SAMPLED_SHARE = 16
 """`verify: sample` looks at one parameter in this many, others at every sync."""
-
-
-def push(
-    source: WeightSource, plan: BucketPlan, way: Way, workers: Workers, kind: str, stamps: Iterator[int]
-) -> list[list[dict[str, Any]]]:
-    """Gather each bucket into one buffer while the workers read the other; returns their answers for each bucket.
-    Collective over the trainer's ranks: gathering continues when a worker, or the way, has failed.
-    """
-    answers = []
-
-    def reuse(buffer: int) -> None:
-        answers.append(workers.collect())  # they are done with what this buffer held
-        _note_failure(workers, way.wait, buffer)
-
-    for number, bucket in enumerate(plan.buckets):
-        at, mark = number % BUFFERS, next(stamps)
-        if number >= BUFFERS:
-            reuse(at)
-        gather(source, bucket, way.buffers[at], mark)
-        fields: dict[str, Any] = {
-            "buffer": at,
-            "nbytes": bucket.nbytes,
-            "stamp": mark,
-            "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
-            "stretches": [(s.name, s.dtype, s.first, s.count, s.offset) for s in bucket.stretches()],
-        }
-        where = _note_failure(workers, way.send, kind, fields, workers.error is not None)
-        workers.post(kind, **(fields | (where or {})))
-    for number in range(max(len(plan.buckets) - BUFFERS, 0), len(plan.buckets)):
-        reuse(number % BUFFERS)
-    return answers
-
-
-def _note_failure(workers: Workers, action: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it; an error is noted, since this rank has others to gather with and must not leave them alone."""
-    try:
-        return action(*arguments)
-    except Exception as error:
-        workers.fail(error)
-
-
-def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:
-    """Fill a staging buffer with a bucket, and its stamp behind it."""
-    slots = [(slot, buffer[slot.offset : slot.offset + slot.nbytes]) for slot in bucket.slots]
-    complete = {slot.parameter.name: memory for slot, memory in slots if slot.whole}
-    source.gather_into(list(complete), list(complete.values()))
-    for slot, memory in slots:
-        if not slot.whole:
-            source.gather_part(slot.parameter.name, slot.start, memory)
-    stamp(buffer[: bucket.nbytes + STAMP_BYTES], mark)
 
 
 def parameters_to_verify(parameters: list[SourceParameter], verify: Verify, version: int) -> list[SourceParameter]:

@@ -1,1 +1,3 @@
-"""In vLLM's worker processes: how weights are received and loaded."""
+"""In vLLM's workers: receiving weights, and loading them into the engine's model."""
+
+import generation  # noqa: F401 - it adapts torchvision, which vLLM imports

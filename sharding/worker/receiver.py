@@ -216,7 +216,8 @@ def engine_dtypes(worker: Any) -> list[str]:
 
 
 class Buckets(Protocol):
-    """The worker's half of a way (`sharding.send.ways.Way`): where the bytes of buckets are. Made with the vLLM worker.
+    """The worker's half of a transport (`sharding.transports.base`), which finds the bytes of buckets.
+    It is made with the vLLM worker.
     `ahead`: bytes of the next bucket may come while one is loaded, so its message is read as soon as it is there.
     `opened`, `closed`: how often memory was mapped and let go; equal between syncs that release it.
     """

@@ -15,7 +15,7 @@ from sharding.wire.staging import open_memory, stamped
 
 
 class MappedShards:
-    """Memory of ranks (`sharding.send.pull.Export`), mapped from the first update that reads it until `close`."""
+    """Memory of ranks (`sharding.transports.pull.Export`), mapped from the first update that reads it until `close`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -24,9 +24,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForSequenceClassification
 
-from sharding.send.push import gather
+from sharding.send.buckets import BucketPlan, gather
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan
 from sharding.wire.digests import sum_up
 from sharding.wire.low_rank import Factors
 from sharding.wire.staging import STAMP_BYTES

@@ -18,7 +18,8 @@ from sharding import SHARING_WORKER, WORKER_EXTENSION
 from sharding.manager import ShardingManager
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, ShardedSource
-from sharding.send.ways import Way, ZeroCopy
+from sharding.transports.base import Transport
+from sharding.transports.zero_copy import ZeroCopy
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import to_sample
 from trainer.policy.hf_format import checkpoint_views, parameter_names
@@ -138,7 +139,7 @@ class Colocated:
         dtype: torch.dtype = torch.float32,
         shared: bool = False,
         policy: Any = None,
-        way: Way | None = None,
+        way: Transport | None = None,
         source: ShardedSource | None = None,
         **engine: object,
     ):

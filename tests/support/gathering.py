@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from sharding.send.push import DigestCheck, gather
+from sharding.send.buckets import BucketPlan, gather
+from sharding.send.push import DigestCheck
 from sharding.send.source import ShardedSource, WeightSource
-from sharding.send.ways import BucketPlan
 from sharding.wire.digests import digest_of
 from sharding.wire.staging import STAMP_BYTES
 

@@ -15,7 +15,7 @@ from generation.engine.settings import EngineSettings
 from sharding.manager import ShardingManager
 from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import ShardedSource
-from sharding.send.ways import Way
+from sharding.transports.base import Transport
 from sharding.worker import extension
 
 
@@ -118,7 +118,7 @@ class InProcess:
         source: ShardedSource,
         model: SmallModel | Worker,
         folder: Path,
-        way: Way | None = None,
+        way: Transport | None = None,
         **settings: Any,
     ) -> None:
         self.worker = model if isinstance(model, Worker) else Worker.of(model)

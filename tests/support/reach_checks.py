@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sharding.ranks import agree, rank, world_size
-from sharding.send.pull import Pull
 from sharding.send.source import ShardedSource
+from sharding.transports.pull import Pull
 from tests.support import policy_checks as checks
 from tests.support.deepspeed_checks import zero_policy
 from tests.support.lora_checks import lora_policy

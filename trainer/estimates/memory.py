@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from generation.engine.settings import head_widths, kv_elements
-from sharding.send.ways import BucketPlan
+from sharding.send.buckets import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
 from trainer.config.machine import resolve_device

@@ -15,7 +15,7 @@ def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
     """Updates and scores are, bit for bit, those of a policy whose shards were never moved."""
     import torch
 
-    from sharding.send.pull import Pull
+    from sharding.transports.pull import Pull
     from tests.support.deepspeed_checks import zero_policy
     from trainer.build import weight_source
 
@@ -193,8 +193,8 @@ def dying() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from sharding.ranks import RemoteError, rank, share_pids
-    from sharding.send.pull import Pull
     from sharding.send.source import FsdpWeightSource
+    from sharding.transports.pull import Pull
     from sharding.worker import extension, recording
     from tests.support.in_process import InProcess, SmallModel, small_weights
     from tests.support.launch import leave

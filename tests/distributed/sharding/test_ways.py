@@ -75,7 +75,7 @@ def check_ways(shared: str) -> None:
         reader.bucket = take
         sync(both, 5)
 
-        send, sent = both.manager._way.send, []
+        send, sent = both.manager._transport.send, []
 
         def broken(*arguments: object, send: object = send, sent: list = sent) -> dict:
             sent.append(arguments)
@@ -84,10 +84,10 @@ def check_ways(shared: str) -> None:
                 raise OSError("no way out")
             return place
 
-        both.manager._way.send = broken  # type: ignore[method-assign]
+        both.manager._transport.send = broken  # type: ignore[method-assign]
         with pytest.raises(RemoteError, match="rank 0: OSError: no way out"):
             both.sync(6)
-        both.manager._way.send = send  # type: ignore[method-assign]
+        both.manager._transport.send = send  # type: ignore[method-assign]
         sync(both, 7)
         if rank() == 1:
             both.die(SmallModel())  # a new worker: weights come whole, and its loaders are recorded again

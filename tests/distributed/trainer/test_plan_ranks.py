@@ -12,8 +12,8 @@ def measure(model: str, output: str) -> None:
     import torch
 
     from sharding.ranks import rank
+    from sharding.send.buckets import BucketPlan
     from sharding.send.source import FsdpWeightSource
-    from sharding.send.ways import BucketPlan
     from sharding.wire.staging import BUFFERS
     from trainer.config.schema import ModelConfig, PolicyConfig
     from trainer.distributed import destroy_process_group, init_process_group

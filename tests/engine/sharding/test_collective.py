@@ -16,8 +16,8 @@ from sharding.apart.broadcast import CollectiveSender, engine_ranks
 from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
 from sharding.report import SyncSettings
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource
-from sharding.send.ways import BucketPlan
 from sharding.wire.manifest import checkpoint_manifest, differences
 from sharding.workers import Link
 from tests.conftest import TinyModel
@@ -147,7 +147,7 @@ def test_a_weight_that_comes_twice_or_not_at_all_is_an_error(apart: Apart, extra
     parameters = apart.sender._update.parameters
     sent = [*parameters, parameters[-1]] if extra > 0 else parameters[:-1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apart.sender._way, "transfer", lambda update: update.push(sent, None), raising=False)
+        patch.setattr(apart.sender._update.transport, "transfer", lambda update: update.push(sent, None))
         error = fail(apart)
     assert message in error
     assert parameters[-1].name in error

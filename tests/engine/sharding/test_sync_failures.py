@@ -104,7 +104,7 @@ def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeyp
         for p in both.manager._update.parameters
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(both.manager._way, "transfer", lambda update: update.push(parameters, None), raising=False)
+        patch.setattr(both.manager._transport, "transfer", lambda update: update.push(parameters, None))
         assert "post_attention_layernorm" in fail_to_wake(both)
     assert_repaired(both)
 
@@ -264,7 +264,7 @@ def test_staging_memory_is_closed_as_often_as_it_was_opened(
     assert_repaired(both)
     opened, closed = opened_and_closed(both)
     for _ in range(5):
-        both.manager._way.abort("")
+        both.manager._transport.abort("")
         assert staging_in_use() == [(1, 1)]
         with both.manager.generation_shift(both.policy):
             pass
@@ -284,13 +284,13 @@ def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     bucket, manager = 1 << 13, both.manager
     largest = max(parameter.nbytes for parameter in manager._update.parameters)
     assert largest > 4 * bucket
-    manager._way.abort("")
+    manager._transport.abort("")
     with monkeypatch.context() as patch:
         patch.setattr(manager._update, "settings", replace(manager._update.settings, bucket_bytes=bucket))
         assert_repaired(both)
         assert manager.report.staging_bytes == 2 * (bucket if plain(both) else largest)
         assert manager.report.verified == ("full" if plain(both) else "probe")
-        manager._way.abort("")
+        manager._transport.abort("")
     assert_repaired(both)
 
 

@@ -136,7 +136,7 @@ def test_sharing_packed_weights_is_refused_with_a_remedy(tiny_model: TinyModel) 
 
 def test_an_update_without_weights_is_refused_unless_they_are_shared(tiny_model: TinyModel) -> None:
     with Colocated(tiny_model()) as both:
-        both.manager._way.transfer = lambda update: update.post("in_place")  # type: ignore[attr-defined]
+        both.manager._transport.transfer = lambda update: update.post("in_place")  # type: ignore[attr-defined]
         with pytest.raises(RemoteError, match="this worker shares none with the trainer"):
             both.manager._sync()
         assert both.leader.engine.state.version is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharding.send import pull
+from sharding.transports import pull
 from sharding.wire import channel as channels
 from sharding.wire.channel import SyncError
 from sharding.wire.staging import CudaIpcStaging, stamp

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sharding.ranks import RemoteError
+from sharding.send.buckets import ALIGNMENT, Bucket, BucketPlan
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import ALIGNMENT, Bucket, BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter, Stretch
 from sharding.worker import extension
 from sharding.worker.recording import RecordedCopy

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sharding.ranks import RemoteError
-from sharding.send.pull import Pull
 from sharding.send.source import FsdpWeightSource, LowRank, MergingWeightSource
-from sharding.send.ways import Staged
+from sharding.transports.pull import Pull
+from sharding.transports.staged import Staged
 from sharding.wire import low_rank
 from sharding.wire.channel import SyncError
 from sharding.worker import extension, recording

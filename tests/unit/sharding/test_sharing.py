@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from generation.engine.vllm_compat import engine_arguments
-from sharding.send.ways import memory_of
+from sharding.transports.zero_copy import memory_of
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import open_memory

@@ -20,7 +20,7 @@ from sharding.manager import ShardingManager
 from sharding.ranks import rank
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import ZeroCopy
+from sharding.transports.zero_copy import ZeroCopy
 from tests.support.learning_steps import on_ranks
 from trainer.types import culprits
 

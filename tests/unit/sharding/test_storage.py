@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from sharding.apart.broadcast import engine_ranks
 from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource
-from sharding.send.ways import BucketPlan
 from sharding.wire.channel import SyncError
 from sharding.wire.group import GroupError, GroupStore, StoreChannel, connect_store, listen
 from sharding.wire.manifest import Piece, SourceParameter, check_manifest, checkpoint_manifest, differences, manifest_of

@@ -1,4 +1,4 @@
-"""One update for every way and every peer: it asks no way what it is, and ends or aborts once."""
+"""One update for every way and every peer: it asks no transport what it is, and ends or aborts once."""
 
 import ast
 from pathlib import Path
@@ -10,8 +10,9 @@ import torch
 from sharding import update
 from sharding.ranks import RemoteError
 from sharding.report import SyncReport, SyncSettings
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan
+from sharding.transports.base import Transport, as_transport
 from sharding.update import Update
 from sharding.workers import Workers
 from tests.support.in_process import small_weights
@@ -69,6 +70,34 @@ def test_a_way_with_a_transfer_of_its_own_uses_it() -> None:
     way.transfer = lambda update: way.events.append(f"{len(update.parameters)} weights")  # type: ignore[attr-defined]
     started(way).run(SyncReport(7), Workers())
     assert way.events == ["5 weights", "finish"]
+
+
+class InheritedWay(Transport):
+    """The same, by inheritance: with the methods alone that have no default."""
+
+    reader = "own:Reader"
+    __init__ = OwnWay.__init__
+    begin = OwnWay.begin
+    send = OwnWay.send
+    finish = OwnWay.finish
+    events: list[str]
+
+
+def test_a_way_that_inherits_gets_every_bucket_as_one_that_does_not() -> None:
+    way, other = InheritedWay(), OwnWay()
+    started(way).run(SyncReport(7), Workers())
+    started(other).run(SyncReport(7), Workers())
+    assert way.events == other.events == ["begin 7", *["bucket"] * 5, "finish"]
+
+
+def test_an_object_of_any_class_becomes_a_transport_with_the_defaults_it_lacks() -> None:
+    way = OwnWay()
+    transport = as_transport(way)
+    assert transport is way and isinstance(way, OwnWay) and isinstance(way, Transport)
+    transport.connect(None)
+    transport.leave("lost")
+    assert way.events == ["abort: lost"] and not transport.survives
+    assert as_transport(transport) is transport and type(transport).__name__ == "OwnWay"
 
 
 def test_an_interrupted_update_is_aborted_once_with_its_reason() -> None:

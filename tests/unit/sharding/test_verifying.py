@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from sharding.ranks import RemoteError
-from sharding.send.pull import Pull
 from sharding.send.push import parameters_to_verify
 from sharding.send.source import FsdpWeightSource
+from sharding.transports.pull import Pull
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker import extension, receiver
 from sharding.worker.recording import Recording

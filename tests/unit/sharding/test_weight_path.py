@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharding.send.buckets import ALIGNMENT, BucketPlan
 from sharding.send.source import LARGE_BYTES, FsdpWeightSource, _batches
-from sharding.send.ways import ALIGNMENT, BucketPlan
 from sharding.wire.channel import Listener, SyncError, connect
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_memory, release_pages, stamp, stamped

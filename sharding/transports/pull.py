@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from sharding.ranks import agreed, exchange, machine, rank
+from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource
-from sharding.send.ways import BucketPlan, Staged, Transfer, WorkerCall
+from sharding.transports.base import Transfer, WorkerCall
+from sharding.transports.staged import Staged
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter, first_names
 from sharding.wire.staging import STAMP_BYTES, MemoryFile, bytes_of, cuda_handle, stamp, wait_for_writes
@@ -95,7 +97,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Pull(Staged):
-    """A `Way` by which workers read the shards of the ranks that hold a copy of the model, on their own machine.
+    """A transport by which workers read the shards of the ranks that hold a copy of the model, on their own machine.
 
     The stamp behind a rank's shards is that of the update while workers may read, and 0 while the rank may write: the
     step of an optimizer sets it to 0 first. Workers look at it before they read and afterwards, so they find out that

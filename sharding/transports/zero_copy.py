@@ -1,0 +1,93 @@
+"""One memory for trainer and engine (`sync.way: zero_copy`), where an optimizer step is the sync."""
+
+from collections.abc import Callable
+
+import torch
+
+from sharding.transports.base import Transfer, WorkerCall
+from sharding.transports.staged import Staged
+from sharding.wire.channel import SyncError
+from sharding.wire.manifest import SourceParameter
+from sharding.wire.staging import open_memory, wait_for_writes
+
+
+class ZeroCopy(Staged):
+    """One memory for the weights of one rank and one worker: after the first update an optimizer step is the sync.
+    The few weights of which the engine keeps something else, such as -exp(A_log), go on being sent.
+
+    Three ways to have it were weighed: the engine takes over memory of the trainer's (its CUDA graphs were captured
+    with addresses of its own), one piece of memory mapped twice through the driver (vLLM's sleeping pool can be mapped
+    anew, but not exported), and this one: the worker hands out its parameters, and the trainer's become views of them.
+    """
+
+    shares = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        parameters: list[SourceParameter],
+        compute_in: Callable[[dict[str, torch.Tensor]], None],
+        timeout: float,
+    ) -> None:
+        """`compute_in` takes the engine's memory of each shared parameter, flat, to compute in from then on.
+        The engine must have one worker, with `shared_weights` set; `timeout` is of the wait for it, s.
+        """
+        super().__init__(device)
+        self.in_place = False
+        self._sent: list[SourceParameter] = []
+        self._parameters = parameters
+        self._compute_in = compute_in
+        self._timeout = timeout
+        self._call: WorkerCall | None = None
+
+    def connect(self, call: WorkerCall | None) -> None:
+        self._call = call
+
+    def transfer(self, update: Transfer) -> None:
+        """Bring the weights; once the memory is shared, only tell the worker that they are new."""
+        if self.in_place:
+            if self._sent:
+                update.push(self._sent, None)
+            wait_for_writes(self._device)  # the worker reads the memory at once
+            update.post("in_place")
+        else:
+            update.push_all()
+
+    def finish(self, release: bool) -> None:
+        """Move the trainer's computation into the engine's memory after the first update, when it
+        holds the weights.
+        """
+        super().finish(release=True)
+        if self.in_place:
+            return
+        assert self._call is not None
+        shared = self._call("hotbunk_share_weights").result(self._timeout)[0]
+        places, storages = shared["places"], open_memory(shared["handle"], self._device)
+        self._sent = [p for p in self._parameters if not all(piece.name in places for piece in p.pieces)]
+        shares = [parameter for parameter in self._parameters if parameter not in self._sent]
+        self._compute_in({p.name: memory_of(p, places, storages) for p in shares})
+        wait_for_writes(self._device)
+        self.in_place = True
+
+    def abort(self, reason: str) -> None:
+        """Stop sharing; the next update brings every weight, and shares them again."""
+        super().abort(reason)
+        self.in_place = False
+
+
+def memory_of(
+    parameter: SourceParameter, places: dict[str, tuple[int, int]], storages: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return a parameter's memory in the engine, flat, in the engine's dtype.
+    `places`: weight -> number of the storage it lies in, and the byte at which it begins there. A parameter of two
+    weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run.
+    Raises SyncError: the parameter consists of weights that the engine keeps in different places.
+    """
+    starts = {(places[p.name][0], places[p.name][1] - p.offset) for p in parameter.pieces}
+    if len(starts) > 1:
+        raise SyncError(
+            f"the engine keeps the parts of {parameter.name} apart, so the trainer cannot compute with it: "
+            "set sync.way to staged"
+        )
+    number, start = starts.pop()
+    return storages[number][start : start + parameter.nbytes].view(getattr(torch, parameter.pieces[0].dtype))
