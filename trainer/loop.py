@@ -1,8 +1,8 @@
 """The training loop, in which one step can be read from top to bottom.
 
-There is no scheduler and no controller, and ranks have no roles. Every training rank runs this file, under torchrun or
-alone. All ranks take the same decisions, either from the same data or through one of the collectives that the called
-modules document.
+There is no scheduler and no controller. Every rank that trains runs this file, under torchrun or alone; one that only
+generates runs `trainer/generator.py`. All ranks take the same decisions, either from the same data or through one of
+the collectives that the called modules document.
 """
 
 import gc

@@ -112,7 +112,7 @@ def main() -> None:
     if options.simulated:
         scale_run.simulate(*options.simulated)
         return
-    forked.start_servers()  # the real ranks are forked from them
+    forked.start_server()  # the real ranks are forked from them
     with tempfile.TemporaryDirectory() as folder:
         scale_run.make_inputs(Path(folder))
         columns = counts_of(Path(folder), [int(number) for number in options.ranks.split(",")])

@@ -34,12 +34,6 @@ def anchors(page: Path) -> set[str]:
     return slugs
 
 
-def current(page: Path) -> str:
-    """Returns a page's text without the first column of its table of names that changed."""
-    text, heading, table = page.read_text().partition("## Names that changed")
-    return text + heading + re.sub(r"^\|[^|]*\|", "|", table, flags=re.MULTILINE)
-
-
 def missing(page: Path, target: str) -> str:
     """Returns the target if it does not resolve from the page, else nothing."""
     name, _, anchor = target.partition("#")
@@ -58,14 +52,14 @@ def test_every_internal_link_and_its_anchor_resolve(page: Path) -> None:
 @pages
 def test_every_path_into_the_repository_exists(page: Path) -> None:
     """Paths of sources, scripts, recipes and tests exist, in prose and in commands."""
-    paths = re.findall(rf"(?<![\w./])((?:{FOLDERS})/[\w./-]*\w/?)", re.sub(r"https?://\S+", "", current(page)))
+    paths = re.findall(rf"(?<![\w./])((?:{FOLDERS})/[\w./-]*\w/?)", re.sub(r"https?://\S+", "", page.read_text()))
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 @pages
 def test_every_key_of_a_recipe_is_known(page: Path) -> None:
     """Keys exist, in prose, in flags (section.key), and in recipes."""
-    text = "" if page.name == "python.md" else current(page)  # whose dots are those of attributes
+    text = "" if page.name == "python.md" else page.read_text()  # whose dots are those of attributes
     used = set(re.findall(rf"(?<![\w./])((?:{SECTIONS})\.[a-z_]+)\b(?!\(|\.\w)", text))
     used -= {name for name in used if name.endswith((".py", ".md", ".png", ".json", ".jsonl"))}
     for language, block in FENCE.findall(text):
