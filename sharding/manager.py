@@ -19,12 +19,12 @@ from generation.engine.engine import Engine, Leader, WorkerError
 from generation.engine.lifecycle import Memory
 from sharding.ranks import agreed, exchange, rank
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
-from sharding.send.probe import Probe, check_probe, draw_probe, vocabulary_of
 from sharding.send.source import ShardedSource
 from sharding.tenants import Tenant, VersionedPolicy
 from sharding.transports.base import Transport
 from sharding.transports.staged import Staged
 from sharding.update import ABORT_SECONDS, Update
+from sharding.verify import check_probe
 from sharding.wire.channel import Listener, SyncError
 from sharding.wire.staging import device_id, return_free_pages
 from sharding.workers import Link, Workers, futures, raise_if_failed
@@ -129,10 +129,10 @@ class ShardingManager:
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
         with self._timed("sync"):
             self._sync()
-        probe: Probe | None = None
-        if self._update.settings.verify != "off" and not self.report.verified:  # the engine keeps another layout
+        probe = None
+        if self._update.verification.undecided:  # vLLM re-processes the weights
             with self._timed("verify"):
-                probe = draw_probe(policy, vocabulary_of(self._update.parameters, self._adapter))
+                probe = self._update.probe(policy)  # needs the policy's weights on the device
         self._make_room(policy, weights=True)
         with self._timed("wake"):
             self._lead("waking the KV cache", lambda engine: engine.wake(["kv_cache"]))

@@ -327,7 +327,7 @@ def simulated_ranks(counted: Counted) -> Iterator[None]:
         mock.patch.object(answers_of, "send_to_all", send_to_all),
         mock.patch("trainer.learning.groups.exchange_samples", handing_over),
         mock.patch("trainer.learning.answer_rows.all_to_all_bytes", show),
-        mock.patch("sharding.send.push.DigestCheck.different", return_value=[]),  # only rank 0's shards were gathered
+        mock.patch("sharding.verify.Verification.different", return_value=[]),  # only rank 0's shards were gathered
         mock.patch.object(_DistWrapper, "gather_object", plans_of_all),
         mock.patch.object(_DistWrapper, "scatter_object", lambda _, objects: objects[0]),
         mock.patch.object(default_planner, "_validate_global_plan", return_value=[]),

@@ -14,17 +14,19 @@ import msgspec
 import torch
 from torch.distributed import Work
 
-from sharding.apart.last_sent import LastSent
 from sharding.ranks import agreed, exchange, rank
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.buckets import BucketPlan
 from sharding.send.source import WeightSource
+from sharding.tenants import VersionedPolicy
 from sharding.transports.base import Transport
+from sharding.transports.delta import Delta, LastSent
 from sharding.update import Update
+from sharding.verify import Probe
 from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, listen, wait_until
 from sharding.wire.manifest import Manifest, manifest_of
-from sharding.wire.staging import STAMP_BYTES, local_buffers, stamp, with_stamp
+from sharding.wire.staging import STAMP_BYTES, local_buffers, with_stamp
 from sharding.workers import Link, Workers, futures, raise_if_failed
 
 TRAIN_WORLD_SIZE = 1
@@ -47,7 +49,6 @@ class Broadcast(Transport):
     `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
     `store`: the store of a group that stands or is forming, on rank 0.
     `lost`: why there is no group.
-    `last_sent`: of which buckets are patches (`sync.delta`), or None.
     """
 
     reader = "broadcast"
@@ -61,11 +62,9 @@ class Broadcast(Transport):
         timeout: float,
         ip: str = "127.0.0.1",
         port: int = 0,
-        last_sent: LastSent | None = None,
     ) -> None:
         """`workers` is their number in all engines together. The default address is loopback, with a free port."""
         self.buffers: list[torch.Tensor] = []
-        self.last_sent = last_sent
         self.world_size, _ = engine_ranks(1, workers)
         self.ip, self.port = ip, port
         self.store: GroupStore | None = None
@@ -136,19 +135,12 @@ class Broadcast(Transport):
             )
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """Start the broadcast of a filled buffer, or of a patch in its place, unless the update has failed."""
-        buffer, nbytes, place = self.buffers[fields["buffer"]], fields["nbytes"], {"capacity": self.buffers[0].nbytes}
-        if self._group is None or failed:
-            return place
-        patch = None
-        if self.last_sent is not None and kind == "bucket":
-            patch = self.last_sent.replace(buffer[:nbytes], fields)
-        if patch is not None:
-            place["patch"] = nbytes = patch.nbytes
-            buffer[:nbytes].copy_(patch)
-            stamp(buffer[: nbytes + STAMP_BYTES], fields["stamp"])
-        self._works[fields["buffer"]] = self._group.start(buffer[: nbytes + STAMP_BYTES])
-        return place
+        """Start the broadcast of a filled buffer, unless the update has failed."""
+        number = fields["buffer"]
+        if self._group is not None and not failed:
+            filled = self.buffers[number][: fields["nbytes"] + STAMP_BYTES]
+            self._works[number] = self._group.start(filled)
+        return {"capacity": self.buffers[0].nbytes}
 
     def wait(self, buffer: int) -> None:
         """Wait for the broadcast of a buffer to end. Raises GroupError: a member was lost, or gave up."""
@@ -238,10 +230,12 @@ class CollectiveSender:
         """
         self.session = session
         self._timeout = settings.timeout
-        last_sent = LastSent("workers have joined or left" if session else "") if settings.delta else None
-        self._broadcast = Broadcast(device, workers, settings.timeout, host, port, last_sent)
+        self._broadcast = Broadcast(device, workers, settings.timeout, host, port)
         self._broadcast.listen()
-        self._update = Update(source, self._broadcast, settings, adapter)
+        transport: Transport = self._broadcast
+        if settings.delta:
+            transport = Delta(transport, LastSent("workers have joined or left" if session else ""))
+        self._update = Update(source, transport, settings, adapter)
         self.ip, self.port = self._broadcast.ip, self._broadcast.port
         self.world_size = self._broadcast.world_size
         self.train_world_size = TRAIN_WORLD_SIZE
@@ -284,6 +278,10 @@ class CollectiveSender:
         self._update.run(report, Workers(*links), session=self.session, calls=running)
         report.seconds["sync"] = time.perf_counter() - start
         return report
+
+    def probe(self, policy: VersionedPolicy) -> Probe | None:
+        """Draw a probe for the latest update, if nothing else could verify it; else None. Collective."""
+        return self._update.probe(policy)
 
     def close(self) -> None:
         """Leave the group and stop listening; safe to call twice."""

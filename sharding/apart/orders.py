@@ -22,9 +22,9 @@ from generation.engine.replicas import ReplicatedEngine, cluster_address
 from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.ranks import RemoteError, agreed, exchange, is_main, rank
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
-from sharding.send.probe import Probe, check_probe, draw_probe, vocabulary_of
 from sharding.send.source import WeightSource
 from sharding.tenants import Tenant, VersionedPolicy
+from sharding.verify import check_probe
 from sharding.wire.channel import SyncError
 from sharding.wire.group import GroupStore, StoreChannel, own_address
 
@@ -79,13 +79,11 @@ class EnginesApart:
         `adapter`: `source` has the factors of one.
         """
         self._timeout = settings.timeout
-        self._verify = settings.verify
         self._ranks = ranks
         self._host = host
         self._lines = [_line(store, number, outwards=True) for number in ranks] if is_main() else []
         self._new_sender = partial(CollectiveSender, source, device, settings, adapter=adapter)
         self._sender: CollectiveSender | None = None
-        self._vocabulary = vocabulary_of(source.parameters(), adapter)
         self._policy: VersionedPolicy | None = None
         self.report = SyncReport(version=-1)
         self.then: Callable[[], None] | None = None
@@ -110,10 +108,10 @@ class EnginesApart:
         report = self._bring(policy.version)
         report.unpatched = report.unpatched or self.report.unpatched  # the latest note stays, until there is another
         self.report = report
-        probe: Probe | None = None
-        if self._verify != "off" and not self.report.verified:
-            probe = draw_probe(policy, self._vocabulary)
-            self.report.verified = "probe"
+        assert self._sender is not None
+        probe = self._sender.probe(policy)
+        if probe is not None:
+            report.verified = "probe"
         self._tell("probe", probe=probe)
         return policy.version
 

@@ -16,7 +16,7 @@ touched, so that no rounding adds up.
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,7 @@ class WeightSource(Protocol):
         """
 
 
+@runtime_checkable
 class ShardedSource(WeightSource, Protocol):
     """A source that knows each rank's part of a weight, so that the parts can be compared with the arrived weights."""
 
@@ -248,11 +249,10 @@ def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
 
 
 class StreamSource:
-    """A `WeightSource` of an iterator; each weight is let go once it is in its bucket. One process only.
-    The iterator may have another order than `info`; what comes before its turn is held until then.
+    """A `WeightSource` of an iterator, in one process. Each weight is let go once it is in its bucket.
+    So weights are sent whole, and cannot be verified. The iterator may have another order than `info`; weights that
+    come before their turn are held until then.
     """
-
-    repeatable = False  # so weights are sent whole, and cannot be verified
 
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`info`: the weights to come: checkpoint name -> [shape, dtype to send it in]."""

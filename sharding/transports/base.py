@@ -73,11 +73,17 @@ class Transport:
     cuts: bool = False
     shares: bool = False
     survives: bool = False
-    last_sent: Any = None
     buffers: list[torch.Tensor]
 
     def connect(self, call: WorkerCall | None) -> None:
         """Prepare for updates. `call`: on leaders only."""
+
+    def needs_proof(self, provable: bool) -> bool:
+        """Return True if digests have to compare every weight of the next update, however few `sync.verify` draws.
+
+        `provable`: they can. Called alike on all ranks, before the update is announced.
+        """
+        return False
 
     def transfer(self, update: Transfer) -> None:
         """Bring the weights of an update, or let workers read them. Collective."""
@@ -101,6 +107,15 @@ class Transport:
 
     def wait(self, buffer: int) -> None:
         """Wait until a buffer may be filled again; this rank's worker has answered already."""
+
+    def begins_again(self, wrong: str, failure: Exception | None) -> bool:
+        """Return True if all weights have to be announced and brought once more, in the same update. Collective.
+
+        Args:
+            wrong: names this rank's workers that hold something else than was sent; "" if none does.
+            failure: of these workers, or of the transport.
+        """
+        return False
 
     def finish(self, release: bool) -> None:
         """End an update, when every worker has everything. `release`: give the buffers back."""

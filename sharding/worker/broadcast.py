@@ -13,6 +13,7 @@ from torch.distributed import Work
 from sharding.wire.channel import SyncError
 from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, own_address, wait_until
 from sharding.wire.staging import STAMP_BYTES, local_buffers, stamped_bucket
+from sharding.worker.patched import PatchedBuckets
 from sharding.worker.receiver import ChannelCarrier
 
 
@@ -104,7 +105,7 @@ class BroadcastBuckets:
         """Begin the broadcast into the buffer, which holds nothing that is still needed."""
         # On the trainer's type of device: gloo carries no device memory, and NCCL no other.
         self._buffers = local_buffers(self._buffers, message["capacity"], self._worker.device)
-        memory = self._buffers[message["buffer"]][: _sent_bytes(message) + STAMP_BYTES]
+        memory = self._buffers[message["buffer"]][: message["nbytes"] + STAMP_BYTES]
         self._works.append(self._group.start(memory))
 
     def finish(self, message: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ class BroadcastBuckets:
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         self.finish(message)
-        return stamped_bucket(self._buffers[message["buffer"]], message | {"nbytes": _sent_bytes(message)})
+        return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
         """Release the buffers. With a reason the group ends for all: other members may wait in a
@@ -127,18 +128,13 @@ class BroadcastBuckets:
             membership.leave(f"weights rank {membership.place.rank} (pid {os.getpid()}) gave up: {reason}")
 
 
-def _sent_bytes(message: dict[str, Any]) -> int:
-    """Return the bytes of a bucket, or of the patch that is sent in its place."""
-    nbytes: int = message.get("patch", message["nbytes"])
-    return nbytes
-
-
 class CollectiveCarrier(ChannelCarrier):
     """An update from a `CollectiveSender`, whose messages come over the group's store."""
 
     def __init__(self, worker: Any, membership: Membership, timeout: float) -> None:
         self._broadcasts = BroadcastBuckets(worker)
-        super().__init__(membership.channel, self._broadcasts, "the trainer; is its send() running?")
+        buckets = PatchedBuckets(self._broadcasts, worker)
+        super().__init__(membership.channel, buckets, "the trainer; is its send() running?")
         self.start(None, timeout)
 
     def leave(self, message: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ import torch
 from sharding.wire.channel import MessageLine, SyncError
 from sharding.wire.digests import digests_of
 from sharding.wire.manifest import Manifest, NamedTensors, Part, View, check_manifest
-from sharding.wire.patches import apply_patch
 from sharding.wire.staging import open_memory, stamped_bucket, wait_for_writes
 from sharding.worker.adapter import AdapterLoader
 from sharding.worker.loader import WeightLoader
@@ -85,7 +84,6 @@ class Receiver:
         self._promised = promised
         self._new_loader = partial(WeightLoader, worker.get_model(), worker.vllm_config, reprocessed)
         self._loader: WeightLoader | AdapterLoader = self._new_loader(recording)
-        self._patched = torch.empty(0, dtype=torch.uint8)
 
     def receive(self, carrier: Carrier) -> UpdateOutcome:
         """Serve messages until the sender ends the update or something fails. Never raises, or leaves half a model."""
@@ -130,7 +128,7 @@ class Receiver:
                 held = {name: [target for _, target in copies] for name, copies in self._sealed.items()}
                 answer = {"digests": digests_of(held, self._verify.get("seed"))}
             case "compare":
-                views = self._views(carrier.bucket(message), message)  # taken off the carrier in any case
+                views = views_of(carrier.bucket(message), message)  # taken off the carrier in any case
                 answer = {"different": self._loader.compare(views) if self._loader.plain else []}
             case other:
                 raise SyncError(f"unknown message {other!r}")
@@ -156,26 +154,12 @@ class Receiver:
         return {"plain": self._loader.plain, "views": views, "whole": unsplit, "records": records}
 
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
-        if "patch" in message:
-            buffer = self._patch(buffer, message)
-        weights, parts = self._views(buffer, message), _parts(buffer, message)
+        weights = views_of(buffer, message)
+        parts = parts_of(buffer, message)
         self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(values.nbytes for _, _, values in parts)
         self._loader.load(weights)
         if parts:
             self._loader.load_parts(parts)
-
-    def _patch(self, patch: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
-        """Return a bucket's present content: its weights as this worker holds them, changed by a
-        patch.
-        """
-        if (recording := self._loader.recording) is None or not recording.complete:
-            raise SyncError("a patch arrived, but this worker has no record of where weights are")
-        if self._patched.nbytes < message["nbytes"]:
-            self._patched = patch.new_empty(message["nbytes"])
-        bucket = self._patched[: message["nbytes"]]
-        recording.recall(self._views(bucket, message), _parts(bucket, message))
-        apply_patch(patch, bucket)
-        return bucket
 
     def _pull(self, carrier: Carrier, message: dict[str, Any]) -> None:
         if not isinstance(carrier, ChannelCarrier) or not isinstance(self._loader, WeightLoader):
@@ -185,17 +169,20 @@ class Receiver:
         wait_for_writes(self._worker.device)  # to this worker's own weights
         shards.check(message, "changed while they were read")
 
-    def _views(self, buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
-        """Return the weights that are whole in a bucket: views of its memory, dropped before the
-        bucket is acknowledged.
-        """
-        return [
-            (name, _elements(buffer, dtype, offset, torch.Size(shape).numel()).view(shape))
-            for name, dtype, shape, offset in message["pieces"]
-        ]
+
+def views_of(buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
+    """Return the weights that are whole in a bucket, as views of its memory.
+
+    They have to be dropped before the bucket is acknowledged.
+    """
+    views = []
+    for name, dtype, shape, offset in message["pieces"]:
+        elements = _elements(buffer, dtype, offset, torch.Size(shape).numel())
+        views.append((name, elements.view(shape)))
+    return views
 
 
-def _parts(buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
+def parts_of(buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
     """Return the parts of weights in a bucket, as views of its memory."""
     stretches = message.get("stretches", [])
     return [(name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sharding.send.buckets import BucketPlan, gather
-from sharding.send.push import DigestCheck
 from sharding.send.source import ShardedSource, WeightSource
+from sharding.verify import Verification
 from sharding.wire.digests import digest_of
 from sharding.wire.staging import STAMP_BYTES
 
@@ -48,7 +48,7 @@ def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
 
 def assert_ranks_hold(source: ShardedSource, weights: dict[str, Tensor]) -> None:
     """The digests of all ranks' parts add up to those of these weights, and of no other weights. Collective."""
-    check = DigestCheck(source, source.parameters(), "full", version=1)
+    check = Verification(source, source.parameters(), "full", version=1)
     views = {name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()}
     check.expect([{"plain": True, "views": views}])
     digests = {name: digest_of([weight], None) for name, weight in weights.items()}

@@ -16,7 +16,7 @@ from generation.engine.sampling import SamplingSettings
 from generation.engine.vllm_compat import engine_processes
 from sharding.ranks import RemoteError
 from sharding.report import SyncReport
-from sharding.send.push import parameters_to_verify
+from sharding.verify import parameters_to_verify
 from sharding.wire.staging import resident_bytes
 from sharding.workers import Link
 from tests.conftest import TinyModel

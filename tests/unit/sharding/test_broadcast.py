@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sharding.apart.broadcast import CollectiveSender
-from sharding.apart.last_sent import LastSent
 from sharding.ranks import RemoteError
 from sharding.report import SyncSettings
 from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource
+from sharding.transports.delta import LastSent
 from sharding.wire.manifest import SourceParameter
 from sharding.worker import extension
 from sharding.workers import Link
@@ -192,8 +192,7 @@ def test_what_a_patch_does_not_prove_is_found_and_everything_sent_again(
     patched: Apart, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong word in a worker's weights, on the way, or in what rank 0 knows of them."""
-    replace, last_sent = LastSent.replace, patched.sender._broadcast.last_sent
-    assert last_sent is not None
+    replace, last_sent = LastSent.replace, patched.sender._update.transport.last_sent  # type: ignore[attr-defined]
 
     def damaged(self: LastSent, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
         patch = replace(self, bucket, fields)

@@ -228,7 +228,7 @@ def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> N
     source = FsdpWeightSource(list(weights.items()), torch.float32)
     both = InProcess(source, model, tmp_path, bucket_bytes=5 * 512, replay=False)  # type: ignore[arg-type]
     assert [len(bucket.slots) for bucket in BucketPlan(source.parameters(), 5 * 512).buckets] == [1, 1, 1, 1]
-    with mock.patch("sharding.send.push.parameters_to_verify", lambda parameters, *_: parameters[::2]):
+    with mock.patch("sharding.verify.parameters_to_verify", lambda parameters, *_: parameters[::2]):
         both.sync(1)
     assert both.manager.report.verified == "full" and torch.equal(model.c, weights["c"])
     both.manager.close()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharding.apart import last_sent
-from sharding.apart.last_sent import LastSent
+from sharding.transports import delta
+from sharding.transports.delta import LastSent
 from sharding.wire import patches
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.patches import apply_patch, patch_between
@@ -102,7 +102,7 @@ def test_a_bucket_of_which_nothing_is_known_is_neither_copied_nor_compared(monke
     weight = SourceParameter("a", 2000, (Piece("a", "bfloat16", (1000,), 0),), 1)
     sent.begin([weight], None)
     with monkeypatch.context() as changes, Temporaries() as made:
-        changes.setattr(last_sent, "patch_between", None)
+        changes.setattr(delta, "patch_between", None)
         bucket = torch.arange(250).view(torch.uint8)
         assert sent.replace(bucket, {"pieces": [("a", "bfloat16", (1000,), 0)], "stretches": []}) is None
     assert made.largest_besides(bucket, sent._bytes["a"]) == 0

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from sharding.ranks import RemoteError
-from sharding.send.push import parameters_to_verify
 from sharding.send.source import FsdpWeightSource
 from sharding.transports.pull import Pull
+from sharding.verify import parameters_to_verify
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.worker import extension, receiver
 from sharding.worker.recording import Recording
@@ -50,15 +50,15 @@ def started(tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object) -
 
 def in_staging(both: InProcess, patch: pytest.MonkeyPatch) -> str:
     """Flips a bit in staging memory after the weights were gathered and before the worker reads them."""
-    views = receiver.Receiver._views
+    views_of = receiver.views_of
 
-    def flipped(self: receiver.Receiver, carrier: object, message: dict) -> list:
-        tensors = views(self, carrier, message)
+    def flipped(buffer: torch.Tensor, message: dict) -> list:
+        tensors = views_of(buffer, message)
         if message["kind"] == "bucket":
             dict(tensors)["b"].view(torch.int32)[3, 2] ^= 1
         return tensors
 
-    patch.setattr(receiver.Receiver, "_views", flipped)
+    patch.setattr(receiver, "views_of", flipped)
     return "b"
 
 
