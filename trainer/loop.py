@@ -54,6 +54,7 @@ class RLTrainer:
         # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation; on rank 0 only.
         self.last_answers: list[dict[str, Any]] = []
         self.last_sync = SyncReport(version=-1)
+        self.sharing_required = config.batch.share_prefixes is True  # and not auto, which `begin` replaces
         start = begin(config, watchdog, resources, self.doing)
         self.config = start.config
         self.screen = start.screen
@@ -86,7 +87,17 @@ class RLTrainer:
         if config.checkpoint.rollouts:
             self.produce = Journal(self.source, config, start.identity).produce
         pad_id, weights, untrained = self.tokenizer.pad_token_id, self.rewards.weights, self.source.untrained
-        self.learner = Learner(config, self.policy, reference, pad_id, weights, critic=critic, untrained=untrained)
+        self.learner = Learner(
+            config,
+            self.policy,
+            reference,
+            pad_id,
+            weights,
+            critic=critic,
+            untrained=untrained,
+            shortcuts=self.state.shortcuts,
+            sharing_required=self.sharing_required,
+        )
         parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
         if start.checkpoint is not None:
             load(start.checkpoint, parts)

@@ -44,6 +44,8 @@ def train_presets(recipe: str, results: str) -> None:
     reports: dict[str, dict[str, Any]] = {}
     with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
         trainer = RLTrainer(preset_config(recipe, "dapo"), watchdog, resources)
+        assert trainer.learner.shortcuts is trainer.state.shortcuts  # so that checkpoints keep what it decides
+        assert trainer.learner.sharing_required is False
         config, device = trainer.config, trainer.policy.device
         reference = FsdpPolicy(config.model, config.policy, device, trainable=False)
         critic = make_critic(config, device, STEPS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import longest_answer
 from trainer.learning.answer_rows import TokenFigures, Watched
-from trainer.learning.answers import Answer
+from trainer.learning.answers import Answer, exchange_samples
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import Group, MiniBatch, informative, prepare, split
+from trainer.learning.groups import Group, MiniBatch, deal_answers, informative, prepare, split, to_sample
 from trainer.learning.metrics import (
     Metrics,
     critic_metrics,
@@ -25,9 +26,11 @@ from trainer.learning.metrics import (
     update_metrics,
 )
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
+from trainer.learning.proof import first_few, try_shortcuts, undecided, with_decisions
 from trainer.learning.routes import engine_routes, routing_metrics
 from trainer.policy.critic import Critic
 from trainer.policy.routing import balance, loads_of
+from trainer.policy.shortcuts import Shortcut
 from trainer.types import MicroBatch, Outputs, Policy, Scorer
 
 
@@ -43,7 +46,15 @@ class Learner:
     critic: Critic | None = None  # a critic with a trunk of its own
     # collective: waiting or unfinished answers, some of which the policy's current version has sampled
     untrained: Callable[[], list[Answer]] = list
+    shortcuts: dict[str, bool] = field(default_factory=dict)  # which of those tried stay (`RunState.shortcuts`)
+    sharing_required: bool = False  # True: the recipe asks for common beginnings, which are not left out then
     watched: list[Watched] = field(default_factory=list, init=False)  # the latest step's token figures; on rank 0
+
+    def __post_init__(self) -> None:
+        """Computes as an earlier session of the run has decided."""
+        if self.sharing_required:
+            self.shortcuts.pop(Shortcut.PREFIXES, None)  # to be tried again
+        self.config = with_decisions(self.config, self.shortcuts)
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
         """Trains on the batch of step number `step`, from 1; returns the step's figures, the same on all ranks.
@@ -63,6 +74,8 @@ class Learner:
         filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
         version = self.policy.version if config.rollout.ages else None
         groups = [g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)]
+        self._prove_shortcuts([t for group in groups for episode in group for t in episode])
+        config = self.config
         portions = split(groups, config.batch.updates_per_step)
         routes, sizes = engine_routes(config, self.policy), self.policy.work.of
         device, worth = self.policy.device, sizes.tokens_worth
@@ -91,6 +104,21 @@ class Learner:
         if self.policy.routing is not None:
             metrics |= routing_metrics(self.policy.routing, int(metrics["updates"]))
         return metrics
+
+    def _prove_shortcuts(self, answers: list[Answer]) -> None:
+        """Tries shortcuts that no earlier step has, on some of these answers, and goes on as decided. Collective."""
+        shortcuts = undecided(self.config, self.policy, self.shortcuts)
+        if not shortcuts:
+            return
+        lengths = [answer.length for answer in answers]
+        shares = deal_answers(answers, self.config, self.policy.work.of.tokens_worth)
+        few = [first_few(share, lengths) for share in shares]
+        routes = engine_routes(self.config, self.policy)
+        [samples] = exchange_samples([answers], [few], partial(to_sample, routes=routes), routes)
+        self.shortcuts |= try_shortcuts(
+            shortcuts, samples, self.config, self.policy, self.pad_id, sharing_required=self.sharing_required
+        )
+        self.config = with_decisions(self.config, self.shortcuts)
 
     @property
     def _shared_critic(self) -> bool:

@@ -33,6 +33,7 @@ from trainer.errors import UserError
 from trainer.model_structure import has_vision
 from trainer.policy.recurrent import recurrent_mixers
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
+from trainer.policy.shortcuts import Shortcut, in_use
 from trainer.types import PrefixTree
 
 NAME = "hotbunk"
@@ -101,7 +102,8 @@ def attention(
     if tree is not None:
         paths, starts, longest = tree.lengths, (cu_seq_lens_q, tree.starts), (max_length_q, max(tree.lengths))
         k, v = Paths.apply(k, tree.ranges), Paths.apply(v, tree.ranges)
-    if softcap is None and _kernel_takes(query, value, dropout):
+    has_kernel = softcap is None and _kernel_takes(query, value, dropout)
+    if has_kernel and (s_aux is None or in_use(Shortcut.SINKS)):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         if s_aux is not None:
             return _KernelWithSinks.apply(q, k, v, s_aux, (starts, longest, scaling, window)).unsqueeze(0), None

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from trainer.policy.head import UNCHANGED, Logits
+from trainer.policy.shortcuts import Shortcut, in_use
 
 # Elements of one block's float32 logits on a CPU: 2 MiB (512 tokens, 1,024 columns), so that the softmax runs in the
 # cache while the product is large enough for its full rate. Larger ones were no faster (scripts/bench/head.py).
@@ -54,9 +56,41 @@ def target_logprobs(
         block = block_shape(elements, weight.shape[0])
     wide = fp32_head and hidden.dtype is not torch.promote_types(hidden.dtype, torch.float32)
     hidden = hidden if head.before == 1.0 else hidden * head.before
+    if not in_use(Shortcut.HEAD):
+        rows = max(1, block[0] * block[1] // weight.shape[0])
+        return _plain_logprobs(hidden, weight, bias, targets, temperature, rows, wide, head)
     settings = (temperature, block, wide, head)
     logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, settings)
     return logprobs, entropy
+
+
+def _plain_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    rows: int,  # the tokens whose logits exist at a time; backward computes them again
+    wide: bool,
+    head: Logits,
+) -> tuple[Tensor, Tensor]:
+    """Computes what `target_logprobs` returns by torch's `log_softmax`: slower, and independent of the blocks."""
+    if wide:
+        weight = weight.float()
+        bias = None if bias is None else bias.float()
+
+    def of_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias) * head.factor
+        if head.cap is not None:
+            logits = torch.tanh(logits / head.cap) * head.cap
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = torch.log_softmax(logits / temperature, dim=-1)
+        return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(dim=-1)
+
+    pairs = zip(hidden.split(rows), targets.split(rows), strict=True)
+    parts = [checkpoint(of_rows, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def cuda_block_elements(device_bytes: int) -> int:

@@ -63,6 +63,7 @@ class RunState:
     syncs_verified: int = 0
     eval_before: float | None = None  # mean reward on held-out prompts in the first evaluation
     eval_after: float | None = None  # mean reward on held-out prompts in the latest evaluation
+    shortcuts: dict[str, bool] = field(default_factory=dict)  # which of those tried stay (`trainer.learning.proof`)
     stop_token_ids: list[int] = field(default_factory=list)  # tokens besides EOS at which the run's answers end
     lengths: dict[int, int] = field(default_factory=dict)  # last answer length by prompt id; see `longest_answers`
 
