@@ -8,6 +8,7 @@ written at once, so that a machine that is lost takes only the check that ran.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 PROBE = """
 import importlib.util, json
 def has(name): return importlib.util.find_spec(name) is not None
-facts = {name: has(name) for name in ("torch", "vllm", "pytest", "triton", "transformers")}
+facts = {name: has(name) for name in ("torch", "vllm", "pytest", "triton", "transformers", "trl")}
 facts["new_torch"] = facts["gpu"] = False
 if facts["torch"]:
     import torch
@@ -39,10 +40,12 @@ LACKS = {
     "pytest": "there is no pytest",
     "triton": "there is no Triton",
     "transformers": "there is no Transformers",
+    "trl": "there is no TRL",
 }
 DEADLINE = 3  # times the estimate, at which a check is ended
 LEAST_SECONDS = 120  # of a check's deadline, as imports alone take long on a busy machine
-LAST_CHARACTERS = 160  # of a check's output, in the table
+LINE_CHARACTERS = 160  # of a line of a check's output, in the table
+LINES = 6  # of a check's output, in the table
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Check:
         expected: what its output should say.
         command: words after the interpreter; FOLDER in them is the folder for results.
         on_cpu: the command with --cpu, if that is another one.
+        lines: a pattern of the lines of its output that are its result. If there are none, the last line is.
+        public: figures of others, or earlier ones, to read beside its own.
     """
 
     name: str
@@ -63,6 +68,8 @@ class Check:
     expected: str
     command: tuple[str, ...]
     on_cpu: tuple[str, ...] | None = None
+    lines: str = ""
+    public: tuple[str, ...] = ()
 
 
 PYTEST = ("-m", "pytest", "-n", "0", "-q", "-rs", "-s")
@@ -71,6 +78,12 @@ STEP = ("--dtype", "bfloat16", "--sequences", "64", "--longest", "1024", "--budg
 RUN = ("scripts/try_gpu.py", "run", "FOLDER")
 TRAINER = ("torch", "transformers")
 TESTS = (*TRAINER, "pytest", "gpu")
+LONG = ("--sequences", "2", "--rows", "2", "--exactly", "16384", "--budget", "16384", "--recompute")
+BASELINES = (  # benchmarks/baselines/*.json of https://github.com/PrimeIntellect-ai/prime-rl, at 559b447
+    "prime-rl, one H100, Qwen3-0.6B, all weights, 2 x 16,384 tokens, recomputed: 11,896 tokens/s, 11.1 % MFU",
+    "prime-rl, one H100, Qwen3-0.6B, all weights, 2 x 65,536 tokens, recomputed: 10,147 tokens/s, 26.8 % MFU",
+    "prime-rl, one H100, Qwen3-4B-Instruct-2507, LoRA 16, 2 x 16,384, recomputed: 6,229 tokens/s, 21.7 % MFU",
+)
 
 CHECKS = (
     Check(
@@ -85,12 +98,15 @@ CHECKS = (
         "head", 20, TRAINER, "about 77 ms for blocks on an H100",
         ("scripts/bench/head.py", "--tokens", "8192", "--hidden", "2560", "--dtype", "bfloat16"),
         ("scripts/bench/head.py", "--tokens", "64", "--hidden", "64", "--vocabulary", "2048", "--rounds", "1"),
+        lines=r"^(chunks|blocks|trl) ",
     ),
     Check(
-        "update", 90, TRAINER, "packed: 44,276 tokens/s was measured on an H100",
+        "update", 90, TRAINER, "the norms of both gradients agree",
         ("scripts/bench/train_step.py", "--preset", "0.5B", *STEP, "--variants", "padded", "packed"),
-        ("scripts/bench/train_step.py", "--preset", "0.1B", "--sequences", "4", "--longest", "64", "--rounds", "1",
+        ("scripts/bench/train_step.py", "--preset", "10M", "--sequences", "4", "--longest", "64", "--rounds", "1",
          "--variants", "packed"),
+        lines=r"^(padded|packed) ",
+        public=("Hotbunk f866120, one H100, packed: 0.6 s, 44,276 tokens/s; padded: 0.8 s, 32,643 tokens/s",),
     ),
     Check(
         "products", 20, ("torch", "triton", "pytest", "gpu"), "1e-3 by default, 1e-6 with ieee",
@@ -113,8 +129,29 @@ CHECKS = (
         "start", 60, (*TESTS, "new_torch", "vllm"), "at most 1.05 x the plan",
         (*PYTEST, "tests/gpu/test_planned_memory.py", "-k", "start and keys1"),
     ),
+    Check(
+        "long", 60, TRAINER, "a greater share of the matmul rate than in update",
+        ("scripts/bench/train_step.py", "--preset", "0.5B", "--dtype", "bfloat16", *LONG, "--variants", "packed"),
+        ("scripts/bench/train_step.py", "--preset", "10M", "--sequences", "2", "--rows", "2", "--exactly", "256",
+         "--recompute", "--rounds", "1", "--variants", "packed"),
+        lines=r"^packed ",
+        public=BASELINES,
+    ),
+    Check(
+        "trl_step", 120, (*TRAINER, "trl"), "packed takes less time than TRL",
+        ("scripts/bench/train_step.py", "--preset", "0.5B", *STEP, "--variants", "TRL", "packed", "--rounds", "2"),
+        ("scripts/bench/train_step.py", "--preset", "10M", "--sequences", "4", "--longest", "64", "--rounds", "1",
+         "--variants", "TRL", "packed"),
+        lines=r"^(TRL|packed) ",
+    ),
+    Check(
+        "trl_sync", 110, (*TRAINER, "new_torch", "vllm", "trl"), "sync and pull take less time than TRL",
+        ("scripts/bench/weight_sync.py", "--presets", "0.5B", "--dtype", "bfloat16", "--only", "sync", "pull", "peers"),
+        ("scripts/bench/weight_sync.py", "--presets", "1M", "--rounds", "2", "--only", "sync", "pull", "peers"),
+        lines=r"^(memcpy|sync|pull|TRL|verl)",
+    ),
 )  # fmt: skip
-"""In the order in which they are run: kernels first, then what starts an engine, one at a time."""
+"""In the order in which they are run: kernels first, then what starts an engine, one at a time, then peers."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -132,7 +169,7 @@ def main(arguments: argparse.Namespace) -> int:
         for check in chosen(arguments.names):
             left = ends - time.monotonic()
             reason = why_not(check, facts, left)
-            row = {"name": check.name, "outcome": "skipped", "last": reason}
+            row = {"name": check.name, "outcome": "skipped", "results": [reason]}
             if not reason:
                 print(f"try_gpu: {check.name} (about {check.seconds} s)", file=sys.stderr, flush=True)
                 deadline = min(left, max(LEAST_SECONDS, DEADLINE * check.seconds))
@@ -141,12 +178,20 @@ def main(arguments: argparse.Namespace) -> int:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
-    for row in rows:
-        print(f"{row['name']:9} {row['outcome']:8} {row.get('seconds', ''):>6}  {row['last']}")
-        if "expected" in row:
-            print(f"{'':27}expected: {row['expected']}")
+    print_table(rows)
     print(f"logs and results.jsonl: {folder}")
     return int(any(row["outcome"] in ("failed", "deadline") for row in rows))
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print each check's outcome, its seconds and its results, and below them what to expect and public figures."""
+    for row in rows:
+        first, *more = row["results"]
+        print(f"{row['name']:9} {row['outcome']:8} {row.get('seconds', ''):>6}  {first}")
+        notes = [f"expected: {row['expected']}"] if row["outcome"] != "skipped" else []
+        notes += [f"public: {figure}" for figure in row.get("public", ())]
+        for line in (*more, *notes):
+            print(f"{'':27}{line}")
 
 
 def chosen(names: list[str]) -> Iterator[Check]:
@@ -175,7 +220,8 @@ def run(check: Check, folder: Path, environ: dict[str, str], deadline: float, *,
     command = check.on_cpu if on_cpu and check.on_cpu else check.command
     words = [sys.executable, *(word.replace("FOLDER", str(folder)) for word in command)]
     log = folder / f"{check.name}.log"
-    began, outcome = time.monotonic(), "ok"
+    began = time.monotonic()
+    outcome = "ok"
     with log.open("wb") as output:
         process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -188,14 +234,22 @@ def run(check: Check, folder: Path, environ: dict[str, str], deadline: float, *,
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    last = lines[-1][-LAST_CHARACTERS:] if lines else "it printed nothing"
-    row = {"name": check.name, "outcome": outcome, "seconds": round(time.monotonic() - began), "last": last}
-    return row | {"expected": check.expected, "command": words, "tail": lines[-20:]}
+    row = {"name": check.name, "outcome": outcome, "seconds": round(time.monotonic() - began)}
+    row |= {"results": results(lines, check.lines), "expected": check.expected, "public": check.public}
+    return row | {"command": words, "tail": lines[-20:]}
+
+
+def results(lines: list[str], pattern: str) -> list[str]:
+    """Return the lines that a pattern finds, at most `LINES` of them, or the last one if it finds none."""
+    matching = [line for line in lines if pattern and re.search(pattern, line)]
+    shown = matching[-LINES:] or lines[-1:] or ["it printed nothing"]
+    return [line[-LINE_CHARACTERS:] for line in shown]
 
 
 def train(folder: Path, name: str, overrides: list[str]) -> int:
     """Train a tiny model for three steps, staged and in float32, and print its largest gap and its engine's memory."""
-    recipe, runs = folder / name / "recipe.yaml", folder / "runs"
+    recipe = folder / name / "recipe.yaml"
+    runs = folder / "runs"
     module = [sys.executable, "-m", "trainer"]
     subprocess.run([*module, "new", str(folder / name)], check=True)
     keys = ["--run.name", name, "--run.output_dir", str(runs), "--run.steps", "3", "--sync.way", "staged"]

@@ -12,7 +12,8 @@
     packed  the same without padding
     shared  packed, with each prompt computed once for its --group of answers
 
-Lengths are log-normal; with --group, prompts have --prompt tokens, and answers 64 to 128.
+Lengths are log-normal; with --group, prompts have --prompt tokens, and answers 64 to 128; with --exactly N, each prompt
+and its answer have N tokens together. --recompute checkpoints the activations of all layers, in our variants alone.
 
 All take the same loss (GRPO, mean over answers of means over tokens), and their first
 steps must agree on the norm of its gradient. Tokens are real ones, prompts included. The last column relates the
@@ -101,6 +102,17 @@ class Answers:
         answers = [draw.choices(range(vocabulary), k=draw.randint(64, 128)) for _ in range(count)]
         return cls(
             [ids for ids in prompts for _ in range(group)], answers, [draw.gauss(0.0, 1.0) for _ in range(count)]
+        )
+
+    @classmethod
+    def equal(cls, count: int, length: int, vocabulary: int) -> "Answers":
+        """Draws sequences of `length` tokens each, a sixteenth of them prompts."""
+        draw = random.Random(0)
+        prompt = length // 16
+        return cls(
+            [draw.choices(range(vocabulary), k=prompt) for _ in range(count)],
+            [draw.choices(range(vocabulary), k=length - prompt) for _ in range(count)],
+            [draw.gauss(0.0, 1.0) for _ in range(count)],
         )
 
     @property
@@ -201,11 +213,14 @@ def main() -> None:
     device = this_device()
     init_process_group(3600, device.type)
     folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-    policy = random_policy(folder, options.dtype, device, lr=1e-19)  # every variant's first step has the same weights
+    # With this rate, every variant's first step has the same weights.
+    policy = random_policy(folder, options.dtype, device, lr=1e-19, activation_checkpointing=options.recompute)
     vocabulary = PRESETS[options.preset][-1]
     batch = Answers.random(options.sequences, options.longest, vocabulary)
     if options.group > 1:
         batch = Answers.groups(options.sequences, options.group, options.prompt, vocabulary)
+    if options.exactly:
+        batch = Answers.equal(options.sequences, options.exactly, vocabulary)
     makers: dict[str, Callable[[], Step]] = {
         "TRL": lambda: trl(twin(policy, folder), batch, options.rows),
         "padded": lambda: ours(policy, batch, options.budget, packing=False),
@@ -273,6 +288,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=4096, help="tokens in one of our micro-batches")
     parser.add_argument("--group", type=int, default=1, help="answers to each prompt")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, with --group")
+    parser.add_argument("--exactly", type=int, default=0, metavar="N", help="tokens of every prompt with its answer")
+    parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all, and shared with --group")
     options = parser.parse_args()
     options.variants = options.variants or list(VARIANTS if options.group > 1 else VARIANTS[:-1])
