@@ -51,7 +51,7 @@ class Learner:
     watched: list[Watched] = field(default_factory=list, init=False)  # the latest step's token figures; on rank 0
 
     def __post_init__(self) -> None:
-        """Computes as an earlier session of the run has decided."""
+        """Compute as an earlier session of the run has decided."""
         if self.sharing_required:
             self.shortcuts.pop(Shortcut.PREFIXES, None)  # to be tried again
         self.config = with_decisions(self.config, self.shortcuts)
@@ -106,7 +106,7 @@ class Learner:
         return metrics
 
     def _prove_shortcuts(self, answers: list[Answer]) -> None:
-        """Tries shortcuts that no earlier step has, on some of these answers, and goes on as decided. Collective."""
+        """Try shortcuts that no earlier step has tried, on some of these answers, and go on as decided. Collective."""
         shortcuts = undecided(self.config, self.policy, self.shortcuts)
         if not shortcuts:
             return

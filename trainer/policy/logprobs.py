@@ -74,7 +74,10 @@ def _plain_logprobs(
     wide: bool,
     head: Logits,
 ) -> tuple[Tensor, Tensor]:
-    """Computes what `target_logprobs` returns by torch's `log_softmax`: slower, and independent of the blocks."""
+    """Compute what `target_logprobs` returns by torch's `log_softmax`, independently of the blocks.
+
+    It is slower, and the weight's gradient is rounded to its dtype after each part of the rows.
+    """
     if wide:
         weight = weight.float()
         bias = None if bias is None else bias.float()
