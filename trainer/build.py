@@ -10,23 +10,20 @@ import torch
 from generation.engine.engine import Leader
 from generation.importing import load
 from sharding.apart.orders import EnginesApart
-from sharding.apart.storage import Storage
 from sharding.manager import ShardingManager
 from sharding.ranks import EVERYBODY, rank, world_size
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
-from sharding.transports.base import Transport
-from sharding.transports.pull import Pull
-from sharding.transports.staged import Staged
-from sharding.transports.zero_copy import ZeroCopy
+from sharding.transports.base import Transport, as_transport
 from sharding.wire.group import own_address
 from trainer.config.machine import resolve_device
 from trainer.config.placement import generating_ranks, placement, training_ranks
 from trainer.config.schema import TrainConfig
+from trainer.config.ways import way
 from trainer.distributed import destroy_process_group, init_process_group, say, store
 from trainer.engines import rank_device
 from trainer.learning.learner import updates_asked
-from trainer.policy import FrozenPolicy, InPlacePolicy, Policy, Scorer, make_policy
+from trainer.policy import FrozenPolicy, Policy, Scorer, make_policy
 from trainer.policy.buffers import sent_buffers
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import checkpoint_views
@@ -68,7 +65,8 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     A reference is needed for a KL term or a teacher. It is the initial policy, the base model if the policy has
     adapters, or the teacher. Reference and critic always use FSDP2.
     """
-    algorithm, in_place = config.algorithm, config.sync.way == "zero_copy"
+    algorithm = config.algorithm
+    in_place = way(config).shares_memory
     updates = config.run.steps * updates_asked(config)
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
@@ -129,8 +127,10 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)
         return EnginesApart(source, device, settings, generating, store(), host=weights_host(), adapter=adapter)
-    folder, size, way = processes.private_folder(), config.engine.tensor_parallel_size, sync_way(config, policy, source)
-    return ShardingManager(source, device, settings, folder, size, leader, adapter=adapter, way=way)
+    folder = processes.private_folder()
+    size = config.engine.tensor_parallel_size
+    transport = sync_way(config, policy, source)
+    return ShardingManager(source, device, settings, folder, size, leader, adapter=adapter, way=transport)
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:
@@ -146,24 +146,17 @@ def weights_host() -> str:
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Transport:
-    """Builds the way of syncing weights that sync.way names; `auto` means staged.
+    """Builds the transport that sync.way names.
 
-    A custom class is called with the device and the deadline of a wait in seconds.
+    A user's class is called with the device and the deadline of a wait in seconds.
     """
-    device, timeout = policy.device, config.sync.timeout_s
-    match config.sync.way:
-        case "staged" | "auto":
-            return Staged(device)
-        case "zero_copy":
-            assert isinstance(policy, InPlacePolicy)
-            return ZeroCopy(device, source.parameters(), policy.compute_in, timeout)
-        case "pull":
-            assert isinstance(source, FsdpWeightSource)
-            return Pull(device, source, policy.shard_tensors(), [policy.optimizer])
-        case "storage":
-            return Storage(config.run.folder / "weights", device, timeout)
-        case spec:
-            return load(spec)(device, timeout)
+    device = policy.device
+    timeout = config.sync.timeout_s
+    record = way(config)
+    if record.is_users:
+        return as_transport(load(config.sync.way)(device, timeout))
+    transport: type[Transport] = load(record.transport)
+    return transport.for_run(device, source, policy, config.run.folder, timeout)
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:

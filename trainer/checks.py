@@ -14,6 +14,7 @@ from trainer.config.machine import rank_count
 from trainer.config.placement import training_ranks
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.schema import ModelConfig, TrainConfig
+from trainer.config.ways import way
 from trainer.data import load_tokenizer
 from trainer.distributed import say
 from trainer.errors import UserError
@@ -46,7 +47,7 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
 
     Returns the recipe with `batch.share_prefixes: auto` replaced by what the models allow, and says why if it is false.
     """
-    if ":" in config.sync.way:
+    if way(config).is_users:
         try:
             load(config.sync.way)
         except ValueError as error:

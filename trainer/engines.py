@@ -21,6 +21,7 @@ from sharding.ranks import EVERYBODY, rank, world_size
 from trainer.config.machine import resolve_device
 from trainer.config.placement import leads_engine, placement, training_ranks
 from trainer.config.schema import HeldOutConfig, TrainConfig
+from trainer.config.ways import way
 from trainer.config.weight_files import require_trainable
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
@@ -34,6 +35,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
+    shares_memory = way(config).shares_memory
     place = placement(config)
     if place.actors:  # an actor sees only its own devices, and may run on any machine
         group, local_ranks = range(size), engine.replicas * size
@@ -54,7 +56,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
         seed=config.run.seed,
         sleep=engine.sleep and not place.apart,
-        shared_weights=config.sync.way == "zero_copy",
+        shared_weights=shares_memory,
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
         cpu_threads=places["cpu_threads"],
@@ -65,7 +67,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         images=config.data.max_images,
         worker_extension=WORKER_EXTENSION,
         keyed_noise=config.rollout.slice_tokens is not None,
-        worker_class=SHARING_WORKER if config.sync.way == "zero_copy" and on_cuda else None,
+        worker_class=SHARING_WORKER if shares_memory and on_cuda else None,
         extra=needed | engine.extra | (both if both["additional_config"] else {}),
     )
 

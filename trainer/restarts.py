@@ -22,6 +22,7 @@ from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError, agreed, exchange
 from sharding.tenants import Tenant
 from trainer.config.schema import TrainConfig
+from trainer.config.ways import way
 from trainer.distributed import say
 from trainer.engines import put_to_sleep, start_engine
 from trainer.rollouts.pool import StepAbandoned
@@ -81,8 +82,8 @@ class EngineRestarts:
         with self._watchdog.aside("starting the engine again", self._config.run.first_step_deadline_s):
             while True:
                 self._count(self._death(), failure)
-                if self._config.sync.way == "zero_copy" and self._device.type == "cuda":
-                    lost = "with sync.way: zero_copy, the policy's weights were lost with the engine"
+                if way(self._config).shares_memory and self._device.type == "cuda":
+                    lost = f"with sync.way: {self._config.sync.way}, the policy's weights were lost with the engine"
                     raise RemoteError(f"{lost}: {failure}")
                 if may_leave and any(exchange(self._watchdog.called_at is not None)):
                     self.sharding.sleep()

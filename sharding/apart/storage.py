@@ -11,7 +11,7 @@ import torch
 from sharding.ranks import exchange, rank
 from sharding.report import SyncReport, SyncSettings
 from sharding.send.buckets import BucketPlan
-from sharding.send.source import WeightSource
+from sharding.send.source import ShardedSource, WeightSource
 from sharding.transports.base import Transport
 from sharding.update import Update
 from sharding.wire.channel import SyncError
@@ -42,6 +42,12 @@ class Storage(Transport):
         self._fd = -1
         self._end = 0
         self._content: dict[str, Any] = {}
+
+    @classmethod
+    def for_run(
+        cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
+    ) -> "Transport":
+        return cls(folder / "weights", device, timeout)
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Open and lock the free slot. Raises TimeoutError: a reader still has it."""

@@ -6,12 +6,14 @@ Engines on the trainer's devices read its staging buffers (`staged`), share its 
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from sharding.report import SyncReport
 from sharding.send.buckets import BucketPlan
+from sharding.send.source import ShardedSource
 from sharding.wire.manifest import SourceParameter
 
 WorkerCall = Callable[..., "Future[list[dict[str, Any]]]"]
@@ -74,6 +76,20 @@ class Transport:
     shares: bool = False
     survives: bool = False
     buffers: list[torch.Tensor]
+
+    @classmethod
+    def for_run(
+        cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
+    ) -> "Transport":
+        """Build the transport of a run.
+
+        Args:
+            device: of this rank and its worker.
+            source: the weights of `policy`, which is a `trainer.policy.Policy`.
+            folder: the run's.
+            timeout: of every wait, s.
+        """
+        raise NotImplementedError
 
     def connect(self, call: WorkerCall | None) -> None:
         """Prepare for updates. `call`: on leaders only."""

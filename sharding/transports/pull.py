@@ -8,6 +8,7 @@ block (`sharding.wire.low_rank`). What vLLM's loaders compute, or vLLM re-proces
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from sharding.ranks import agreed, exchange, machine, rank
 from sharding.send.buckets import BucketPlan
-from sharding.send.source import FsdpWeightSource
-from sharding.transports.base import Transfer, WorkerCall
+from sharding.send.source import FsdpWeightSource, ShardedSource
+from sharding.transports.base import Transfer, Transport, WorkerCall
 from sharding.transports.staged import Staged
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter, first_names
@@ -121,6 +122,13 @@ class Pull(Staged):
         self._sources: list[dict[str, Any]] = []
         self._parts: dict[str, list[list[Any]]] = {}
         self._added: dict[str, list[Any]] = {}
+
+    @classmethod
+    def for_run(
+        cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
+    ) -> "Transport":
+        assert isinstance(source, FsdpWeightSource)
+        return cls(device, source, policy.shard_tensors(), [policy.optimizer])
 
     def connect(self, call: WorkerCall | None) -> None:
         """Exchange the handles of the shards. Raises SyncError: ranks that share a weight are on several machines."""

@@ -1,10 +1,12 @@
 """Weights through staging memory (`sync.way: staged`), which a rank and its worker have both mapped."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sharding.send.buckets import BucketPlan
+from sharding.send.source import ShardedSource
 from sharding.transports.base import Transport
 from sharding.wire.staging import Staging, make_staging, wait_for_writes, with_stamp
 
@@ -22,6 +24,12 @@ class Staged(Transport):
         self.buffers = []
         self._device = device
         self._staging: Staging | None = None
+
+    @classmethod
+    def for_run(
+        cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
+    ) -> "Transport":
+        return cls(device)
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Make the buffers, or keep those of the last update if they are of the same size."""

@@ -1,10 +1,13 @@
 """One memory for trainer and engine (`sync.way: zero_copy`), where an optimizer step is the sync."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from sharding.transports.base import Transfer, WorkerCall
+from sharding.send.source import ShardedSource
+from sharding.transports.base import Transfer, Transport, WorkerCall
 from sharding.transports.staged import Staged
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import SourceParameter
@@ -39,6 +42,12 @@ class ZeroCopy(Staged):
         self._compute_in = compute_in
         self._timeout = timeout
         self._call: WorkerCall | None = None
+
+    @classmethod
+    def for_run(
+        cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
+    ) -> "Transport":
+        return cls(device, source.parameters(), policy.compute_in, timeout)
 
     def connect(self, call: WorkerCall | None) -> None:
         self._call = call

@@ -28,6 +28,7 @@ from sharding.wire.staging import resident_bytes
 from trainer.build import build_models, build_sharding
 from trainer.commands.doctor import Finding
 from trainer.config.schema import TrainConfig
+from trainer.config.ways import WAYS
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.engines import put_to_sleep, rank_device, start_engine, stop_engine
 from trainer.learning.batching import micro_batches
@@ -72,6 +73,7 @@ def recipe(folder: Path, device: str, way: str, ranks: int, dtype: str = "") -> 
     By default it is in bfloat16 on CUDA, and in float32 on a CPU.
     """
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    in_place = WAYS[way].shares_memory or WAYS[way].reads_shards  # weights stay where they are
     engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
     return TrainConfig.model_validate(
         {
@@ -80,7 +82,7 @@ def recipe(folder: Path, device: str, way: str, ranks: int, dtype: str = "") -> 
             "data": {"path": "none"},
             "engine": engine | {"tensor_parallel_size": ranks},
             "sync": {"verify": "full", "bucket_mib": 16, "way": way, "timeout_s": 120},
-            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "all" if way == "staged" else "none"},
+            "policy": {"dtype": dtype, "lr": 1e-3, "offload": "none" if in_place else "all"},
         }
     )
 
@@ -241,7 +243,7 @@ TRIALS = {
     "zero copy": zero_copy,
     "tensor parallel": tensor_parallel,
 }
-WAYS = {"pull": "pull", "zero copy": "zero_copy"}
+TRIED_WAYS = {"pull": "pull", "zero copy": "zero_copy"}
 
 
 def main(name: str, device: str, findings: Path) -> int:
@@ -255,7 +257,7 @@ def main(name: str, device: str, findings: Path) -> int:
             make_model(folder)
         exchange(None)  # all ranks wait until the model is complete
         dtype = "float32" if name == "float32" else ""
-        config = recipe(folder, device, WAYS.get(name, "staged"), world_size(), dtype=dtype)
+        config = recipe(folder, device, TRIED_WAYS.get(name, "staged"), world_size(), dtype=dtype)
         prefix = "" if name == "one engine" else f"{name}: "
         file = resources.enter_context(findings.open("a", encoding="utf-8"))
 

@@ -42,7 +42,7 @@ from trainer.config.placement import check_placement, training_ranks
 from trainer.config.prefixes import check_prefixes
 from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.slices import check_slices
-from trainer.config.ways import check_way
+from trainer.config.ways import check_way, way
 from trainer.config.weight_files import require_no_pointers, require_trainable, stored_tensors
 from trainer.errors import UserError, quoted
 
@@ -394,7 +394,7 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
     except UserError as error:
         yield str(error)
         return
-    if command == "train" and config.sync.way == "zero_copy":
+    if command == "train" and way(config).shares_memory:
         for key in filter(model.get, REPROCESSED_KEYS):  # experts are shuffled; weights of latent attention multiplied
             what = REPROCESSED_KEYS[key]
             yield f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"

@@ -112,10 +112,9 @@ def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[
 
 
 def _apart_problems(config: TrainConfig) -> Iterator[str]:
-    policy, sync, rollout = config.policy, config.sync, config.rollout
+    policy = config.policy
+    rollout = config.rollout
     place = f"engine.placement is {config.engine.placement}"
-    if sync.way != "auto":
-        yield f"{place}, but sync.way is {sync.way}, which needs memory that trainer and engine share: leave it out"
     if policy.offload != "none":
         yield f"{place}, but policy.offload is {policy.offload}, and no engine needs the memory: leave it out"
     if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:

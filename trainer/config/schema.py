@@ -188,7 +188,7 @@ class EngineConfig(Section):
     extra: dict[str, Any] = key({}, "further fields of vLLM's AsyncEngineArgs by name, except those that Hotbunk sets")
 
 
-WAYS = ("auto", "staged", "pull", "zero_copy", "storage")
+WAY_NAMES = ("auto", "staged", "pull", "zero_copy", "storage")
 OPTIMIZERS = ("adamw", "muon")
 
 
@@ -232,7 +232,7 @@ class SyncConfig(Section):
     @field_validator("way")
     @classmethod
     def _known_way(cls, value: str) -> str:
-        return known(value, WAYS)
+        return known(value, WAY_NAMES)
 
 
 class PolicyConfig(Section):

@@ -1,7 +1,12 @@
-"""The ways that weights can take to the engines (`sync.way`), decided by a recipe and torchrun's variables."""
+"""The ways that weights can take to engines on the trainer's devices (`sync.way`): a record for each.
+
+A record says everything that depends on the way. Which one `auto` stands for is decided by a recipe and torchrun's
+variables. To engines elsewhere there is one way alone, a broadcast, which is no setting.
+"""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED_KEYS, is_multimodal, model_config
@@ -9,24 +14,67 @@ from trainer.config.placement import placement
 from trainer.config.schema import TrainConfig
 from trainer.errors import quoted
 
+Obstacles = Callable[[TrainConfig, int, int], Iterator[str]]
+
+
+def _no_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
+    return iter(())
+
+
+@dataclass(frozen=True)
+class WayOfWeights:
+    """A way of weights to the engines, with its consequences.
+
+    Attributes:
+        transport: import string of the `sharding.Transport`, whose `for_run` builds it; "": a user's class.
+        purpose: tells in an error what the way does.
+        obstacles: yields the reasons, in the settings, why it is impossible; takes the recipe, the number of ranks and
+            the number on this machine.
+        shares_memory: the policy computes with the engine's weights: it is not sharded, and they stay while the engine
+            sleeps.
+        reads_shards: engines read the ranks' shards, from the second sync on, and only weights that vLLM re-processes
+            are staged.
+        through_files: weights travel whole, and engines read them into memory of their own.
+    """
+
+    transport: str = ""
+    purpose: str = ""
+    obstacles: Obstacles = _no_obstacles
+    shares_memory: bool = False
+    reads_shards: bool = False
+    through_files: bool = False
+
+    @property
+    def is_users(self) -> bool:
+        """True for a class of the user's."""
+        return not self.transport
+
+
+def way(config: TrainConfig) -> WayOfWeights:
+    """Returns the record of the recipe's `sync.way`."""
+    return WAYS.get(config.sync.way, _USERS)
+
 
 def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, str]:
-    """The way that `sync.way: auto` stands for, the first possible one of zero_copy, pull and staged, and the reason.
+    """Returns the way that `sync.way: auto` stands for, the first possible one of zero_copy, pull and staged, and why.
 
     `neighbours` is the number of ranks on a machine.
     """
     if resolve_device(config) == "cuda":
         return "staged", "since it was tried most on GPUs: zero_copy ran on one, pull on none"
     model = model_config(config.model.path)
-    apart = [f"vLLM does not keep the {what} as trained" for key, what in REPROCESSED_KEYS.items() if model.get(key)]
-    apart += ["vLLM shards the weights of some image encoders in another way"] * is_multimodal(config.model.path)
-    shared = next(iter([*zero_copy_obstacles(config, ranks), *apart]), None)
-    if shared is None:
+    unshared = [*WAYS["zero_copy"].obstacles(config, ranks, neighbours)]
+    for key, part in REPROCESSED_KEYS.items():
+        if model.get(key):
+            unshared.append(f"vLLM does not keep the {part} as trained")
+    if is_multimodal(config.model.path):
+        unshared.append("vLLM shards the weights of some image encoders in another way")
+    if not unshared:
         return "zero_copy", "since one rank and its engine keep weights in the same layout"
-    pulled = next(pull_obstacles(config, ranks, neighbours), None)
-    if pulled is None:
-        return "pull", f"since the engine can read all shards here (not zero_copy: {_fact(shared)})"
-    return "staged", f"since engines cannot read shards here: {_fact(pulled)}"
+    unread = next(WAYS["pull"].obstacles(config, ranks, neighbours), None)
+    if unread is None:
+        return "pull", f"since the engine can read all shards here (not zero_copy: {_fact(unshared[0])})"
+    return "staged", f"since engines cannot read shards here: {_fact(unread)}"
 
 
 def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[TrainConfig, str]:
@@ -36,9 +84,9 @@ def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[T
     """
     if config.sync.way != "auto" or placement(config).apart:
         return config, ""
-    way, why = chosen_way(config, ranks, neighbours)
-    changed = config.model_copy(update={"sync": config.sync.model_copy(update={"way": way})})
-    return changed, f"sync.way is {way}, {why}"
+    name, why = chosen_way(config, ranks, neighbours)
+    changed = config.model_copy(update={"sync": config.sync.model_copy(update={"way": name})})
+    return changed, f"sync.way is {name}, {why}"
 
 
 def _fact(obstacle: str) -> str:
@@ -57,16 +105,16 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
     if sync.delta:
         for reason in _delta_obstacles(config):
             yield f"sync.delta changes the weights that engines elsewhere hold, but {reason}"
-    if placement(config).apart:  # `check_placement` has the rest
+    if placement(config).apart:
+        if sync.way != "auto":
+            where = f"engine.placement is {config.engine.placement}"
+            yield f"{where}, but sync.way is {sync.way}, which needs memory that trainer and engine share: leave it out"
         return
-    if (home := sync.way.rpartition(":")[0]).endswith(".py") and not os.path.isfile(home):
+    home = sync.way.rpartition(":")[0]
+    if home.endswith(".py") and not os.path.isfile(home):
         yield f"sync.way: {quoted(sync.way)} cannot be loaded: there is no file {home}"
-    if sync.way == "zero_copy":
-        for reason in zero_copy_obstacles(config, ranks):
-            yield f"sync.way: zero_copy shares whole weights between one rank and its engine, but {reason}"
-    if sync.way == "pull":
-        for reason in pull_obstacles(config, ranks, local_ranks(environ, ranks)):
-            yield f"sync.way: pull lets engines read the shards of their machine's ranks, but {reason}"
+    for reason in way(config).obstacles(config, ranks, local_ranks(environ, ranks)):
+        yield f"sync.way: {sync.way} {way(config).purpose}, but {reason}"
 
 
 def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
@@ -80,7 +128,7 @@ def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
     return (reason for reason, holds in reasons.items() if holds)
 
 
-def zero_copy_obstacles(config: TrainConfig, ranks: int) -> Iterator[str]:
+def _zero_copy_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     """Yields the reasons, in the settings, why trainer and engine cannot share one memory for weights."""
     engine, policy = config.engine, config.policy
     reasons = {
@@ -94,7 +142,7 @@ def zero_copy_obstacles(config: TrainConfig, ranks: int) -> Iterator[str]:
     return (reason for reason, holds in reasons.items() if holds)
 
 
-def pull_obstacles(config: TrainConfig, ranks: int, local_ranks: int) -> Iterator[str]:
+def _pull_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     """Yields the reasons, in the settings, why engines cannot read weights out of the ranks' shards."""
     policy = config.policy
     deepspeed, size = policy.backend == "deepspeed", policy.shard_size or ranks
@@ -105,8 +153,8 @@ def pull_obstacles(config: TrainConfig, ranks: int, local_ranks: int) -> Iterato
             policy.update_on == "host" and resolve_device(config) == "cuda"
         ),
         "lora.sync sends the adapter by itself: set it to merged": config.lora.engines_apply,
-        f"a copy of the model is sharded over {size} ranks, and a machine has {local_ranks}: set policy.shard_size": (
-            local_ranks % size > 0
+        f"a copy of the model is sharded over {size} ranks, and a machine has {neighbours}: set policy.shard_size": (
+            neighbours % size > 0
         ),
         **_record_obstacles(config),
     }
@@ -120,3 +168,24 @@ def _record_obstacles(config: TrainConfig) -> dict[str, bool]:
         "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,
         "sync.replay is false, and only the record says where they are: set it to true": not config.sync.replay,
     }
+
+
+WAYS = {
+    "staged": WayOfWeights("sharding.transports.staged:Staged"),
+    "pull": WayOfWeights(
+        "sharding.transports.pull:Pull",
+        purpose="lets engines read the shards of their machine's ranks",
+        obstacles=_pull_obstacles,
+        reads_shards=True,
+    ),
+    "zero_copy": WayOfWeights(
+        "sharding.transports.zero_copy:ZeroCopy",
+        purpose="shares whole weights between one rank and its engine",
+        obstacles=_zero_copy_obstacles,
+        shares_memory=True,
+    ),
+    "storage": WayOfWeights("sharding.apart.storage:Storage", through_files=True),
+}
+WAYS["auto"] = WAYS["staged"]  # unless `with_chosen_way` finds another one
+
+_USERS = WayOfWeights()

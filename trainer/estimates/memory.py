@@ -23,6 +23,7 @@ from trainer.config.model_file import REPROCESSED
 from trainer.config.placement import engine_workers, placement
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.config.slices import prompts_ahead
+from trainer.config.ways import way
 from trainer.estimates.model_sizes import (
     ModelSizes,
     answers_per_update,
@@ -111,7 +112,7 @@ class _Moment:
 def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[MemoryPart]:
     """The memory of the policy and the models beside it, on a rank whose device has `device_gib`."""
     policy, algorithm = config.policy, config.algorithm
-    unsharded = config.sync.way == "zero_copy" or (policy.backend == "deepspeed" and policy.zero_stage < 3)
+    unsharded = way(config).shares_memory or (policy.backend == "deepspeed" and policy.zero_stage < 3)
     learners = [_Learner("policy", policy, model, unsharded)]
     parts = _kept_parts(config, learners[0], ranks)
     if algorithm.teacher:
@@ -160,7 +161,7 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
     # Each rank casts its shards of a bucket before they are gathered.
     casts = first / BUFFERS / shards_of(config.policy, ranks)
-    weights_asleep = weights if config.sync.way == "zero_copy" else asleep * weights
+    weights_asleep = weights if way(config).shares_memory else asleep * weights
     kv_asleep = asleep * kv_cache
     held_remark = "by estimate; also while it sleeps" if held else ""
     return [
@@ -274,12 +275,12 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     device = resolve_device(config)
     packed = device == "cpu" and not config.engine.plain_cpu_weights
     uncut = [name for name in sent if packed or any(part in name for part in REPROCESSED[device])]
-    way = config.sync.way
-    if cut and way == "pull":
+    record = way(config)
+    if cut and record.reads_shards:
         parameters = [parameter for parameter in parameters if parameter.name in uncut]
-    replayed = uncut if cut and config.sync.replay and way != "storage" else None
+    replayed = uncut if cut and config.sync.replay and not record.through_files else None
     plan = BucketPlan(parameters, config.sync.bucket_mib << 20, replayed)
-    remote = placement(config).apart or way == "storage"  # the worker then has buffers of its own
+    remote = placement(config).apart or record.through_files  # the worker then has buffers of its own
     return (BUFFERS + (cut and config.sync.delta)) * plan.capacity * (2 if remote else 1)
 
 
@@ -325,7 +326,7 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     put_away = ("none", "optimizer", "all").index(policy.offload) if resolve_device(config) == "cuda" else 0
     on_host = updates_on_host(config)
     on_device = 0 if on_host else trained
-    in_place = config.sync.way == "zero_copy" and name == "policy"  # the policy computes with the engine's weights
+    in_place = way(config).shares_memory and name == "policy"  # the policy computes with the engine's weights
     # Models under FSDP2 are built where they are while engines are awake; the first sync needs the policy's weights.
     built_away = put_away and not deepspeed and not in_place
     built_weights = 0 if built_away and name != "policy" else 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
+from trainer.config.ways import way
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import GIB, attention_elements, engine_dtype, kv_answer_bytes, recomputed_layers
 from trainer.estimates.model_sizes import (
@@ -186,9 +187,9 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
     policy, shards = config.policy, shards_of(config.policy, ranks)
     elements = _sent_elements(config, model)
     size = engine_dtype(config).itemsize * elements
-    if config.sync.way == "pull":
+    if way(config).reads_shards:
         yield Cost("sync", (4 * elements + size) / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
-    elif config.sync.way != "zero_copy":
+    elif not way(config).shares_memory:
         gather = _ring(size, shards, gpu, len(model.units))
         yield Cost("sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
     state, weights = optimizer_bytes(policy, model, shards), 4 * shard(model.trained, shards)
@@ -269,7 +270,7 @@ def _host_copies(config: TrainConfig, trained: float, micro_batches: int, update
     update, in the compute dtype.
     """
     policy, width = config.policy, compute_width(config.policy)
-    if policy.backend == "deepspeed" or config.sync.way == "zero_copy":
+    if policy.backend == "deepspeed" or way(config).shares_memory:
         return Cost("update: host copies", (micro_batches + updates) * width * trained / HOST)
     seconds = 12 * micro_batches * trained / HOST
     waited = max(0.0, seconds - busy)
