@@ -28,11 +28,12 @@ from trainer.policy.buffers import sent_buffers
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
-from trainer.rollouts.apart import Apart
 from trainer.rollouts.carried import CarriedPool
-from trainer.rollouts.pool import Pool
-from trainer.rollouts.round import Source, read_groups
-from trainer.rollouts.sampling import Sampling
+from trainer.rollouts.local import LocalSource
+from trainer.rollouts.pool import EpisodePool, Pool
+from trainer.rollouts.remote import RemoteSource
+from trainer.rollouts.round import read_groups
+from trainer.rollouts.source import Source
 from trainer.run import processes
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog
@@ -81,30 +82,36 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     return policy, reference, critic
 
 
-def build_sampling(start: Start, resources: ExitStack, give_up: Callable[[], bool]) -> Sampling:
+def build_local_source(start: Start, resources: ExitStack, give_up: Callable[[], bool]) -> LocalSource:
     """Builds the source of answers of a rank in whose crew engines run. `give_up` says if a step is to be abandoned."""
     config = start.config
-    engines, most = world_size() // placement(config).engine_ranks(config.engine), config.rollout.max_error_rate
-    pool = Pool(
+    engines = Pool(
         start.leader,
         start.tokenizer,
         start.rewards,
         store(),
         start.level,
-        engines,
-        max_error_rate=most,
+        world_size() // placement(config).engine_ranks(config.engine),
+        max_error_rate=config.rollout.max_error_rate,
         ends=start.ends,
+        prompts=partial(start.prompts.take, seed=config.run.seed),
     )
-    carried: CarriedPool | None = None
+    pool: EpisodePool = engines
     if config.rollout.slice_tokens is not None:
-        carried = CarriedPool(config, pool, partial(start.prompts.take, seed=config.run.seed), start.carried)
+        pool = CarriedPool(config, engines, start.carried)
     elif start.carried is not None and read_groups(start.carried):
         say(f"{start.carried} has unfinished answers, which are dropped, since rollout.slice_tokens is null now")
-    lengths = start.state.lengths if config.rollout.order == "longest_first" else None
-    sampling = Sampling(
-        config, pool, start.prompts, start.sampling, start.held_outs, lengths, give_up=give_up, carried=carried
+    source = LocalSource(
+        config,
+        engines,
+        pool,
+        start.prompts,
+        start.sampling,
+        held_outs=start.held_outs,
+        lengths=start.lengths,
+        give_up=give_up,
     )
-    return resources.enter_context(closing(sampling))
+    return resources.enter_context(closing(source))
 
 
 def build_source(
@@ -112,8 +119,8 @@ def build_source(
 ) -> Source:
     """Builds the source of answers of a training rank, whose weights `sharding` sends to the engines."""
     if isinstance(sharding, EnginesApart):
-        return Apart(start.config, sharding, start.carried)
-    return build_sampling(start, resources, give_up)
+        return RemoteSource(start.config, sharding, start.prompts, start.lengths, start.carried)
+    return build_local_source(start, resources, give_up)
 
 
 def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | EnginesApart:

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.learning import Metrics
 from trainer.learning.answers import Answer
 from trainer.rollouts.level import RolloutLevel
-from trainer.rollouts.sampling import HeldOut
+from trainer.rollouts.local import HeldOut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,15 +8,15 @@ from typing import Any
 from generation.engine.sampling import NotFiniteError
 from sharding.apart.orders import TrainersApart
 from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
-from trainer.build import build_sampling, sync_settings
+from trainer.build import build_local_source, sync_settings
 from trainer.config.placement import training_ranks
 from trainer.config.schema import TrainConfig
 from trainer.distributed import store
 from trainer.engines import rank_device
-from trainer.rollouts.apart import send_rounds
+from trainer.rollouts.local import LocalSource
 from trainer.rollouts.pool import StepAbandoned
+from trainer.rollouts.remote import send_rounds
 from trainer.rollouts.round import GIVEN_UP, Order, Round
-from trainer.rollouts.sampling import Sampling
 from trainer.run import processes
 from trainer.run.checkpoint import random_states, restore_random_states
 from trainer.run.meters import PhaseMeter
@@ -36,7 +36,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
     def late() -> bool:  # never with a lag: the checkpoint needs these answers, since their weights will be gone
         return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
 
-    sampling = build_sampling(start, resources, late)
+    source = build_local_source(start, resources, late)
     meter = PhaseMeter(config, rank_device(config), start.leader, watchdog)
 
     def run() -> None:
@@ -50,7 +50,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
             if order["kind"] == "end":
                 break
             with watchdog.phase(f"{order['kind']} {abs(order['step'])}", deadline):
-                carry_out(order, config, trainers, sampling, meter)
+                carry_out(order, config, trainers, source, meter)
         if order["failed"]:
             if watchdog.called_at is not None:
                 processes.interrupt_now()
@@ -60,19 +60,23 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
 
 
 def carry_out(
-    message: dict[str, Any], config: TrainConfig, trainers: TrainersApart, sampling: Sampling, meter: PhaseMeter
+    message: dict[str, Any], config: TrainConfig, trainers: TrainersApart, source: LocalSource, meter: PhaseMeter
 ) -> None:
     """Receives the order's weights, samples or evaluates with them, and sends the answers to the training ranks."""
     trainers.receive(message["version"])
     if states := message["random_states"].get(rank(EVERYBODY)):
         restore_random_states(json.loads(states), "an order")
     order = Order(message["step"], message["version"], message["prompts"])
-    rounds, failure = [], None
+    rounds: list[Round] = []
+    failure: Exception | None = None
     try:
-        with meter.phase("eval" if order.evaluates else "rollout", sampling.waits_for):
-            rounds = sampling.produce(order)
-        if not order.evaluates:
-            sampling.add_state(rounds[-1], json.dumps(random_states()))
+        if order.evaluates:
+            with meter.phase("eval", source.waits_for):
+                rounds = source.evaluate(order)
+        else:
+            with meter.phase("rollout", source.waits_for):
+                rounds = source.produce(order).rounds
+            source.add_state(rounds[-1], json.dumps(random_states()))
     except StepAbandoned:
         rounds = [Round(order.step, word=GIVEN_UP)]
     except NotFiniteError as error:

@@ -19,17 +19,17 @@ from sharding.ranks import RemoteError, is_main, world_size
 from sharding.report import SyncReport
 from trainer.build import build_models, build_sharding, build_source
 from trainer.config.schema import TrainConfig
-from trainer.data import Prompt
 from trainer.engines import rank_device
 from trainer.evaluation import evaluation_metrics
-from trainer.learning import Learner, Metrics, StepSampling, reward_errors, rollout_metrics
+from trainer.learning import Learner, Metrics, reward_errors, rollout_metrics
 from trainer.learning.answer_rows import answer_rows, failure_lines, of_many_prompts, token_rows
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import check_first_gap
 from trainer.rollouts.journal import Journal
-from trainer.rollouts.pool import StepAbandoned, note_answers
-from trainer.rollouts.round import Order, Round
-from trainer.rollouts.sampling import prompts_at, random_states_kept
+from trainer.rollouts.local import random_states_kept
+from trainer.rollouts.pool import StepAbandoned
+from trainer.rollouts.round import Order
+from trainer.rollouts.step_batch import StepBatch
 from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import Keeper, make_run_tracker
@@ -143,22 +143,22 @@ class RLTrainer:
         """Runs one step: samples and scores answers, assigns credit, updates the policy, and logs."""
         config, began = self.config, time.perf_counter()
         # Engines sample; reward functions score each answer as soon as it is finished.
-        sampled, last = self.in_shift(partial(self.sample, step), may_leave=True)
-        self.state.prompts = last.position  # only now: an abandoned or repeated step must not consume prompts
+        batch = self.in_shift(partial(self.sample, step), may_leave=True)
+        self.state.prompts = batch.position  # only now: an abandoned or repeated step must not consume prompts
         with self.meter.phase("update"):
-            metrics = rollout_metrics(sampled.answers) | sampled.metrics() | last.figures
-            metrics |= self.learner.learn(*sampled.kept(), step)  # log-probabilities, advantages, updates
+            metrics = rollout_metrics(batch.answers) | batch.metrics()
+            metrics |= self.learner.learn(*batch.kept(), step)  # log-probabilities, advantages, updates
         metrics |= {"time/step": time.perf_counter() - began}
         first_gap = self.state.largest_gap is None
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
         most = max(config.tracking.completions_per_step, ANSWERS_SHOWN)
-        rows = answer_rows(of_many_prompts(sampled.answers, most), sampled.prompts, self.tokenizer)
+        rows = answer_rows(of_many_prompts(batch.answers, most), batch.prompts, self.tokenizer)
         self.tracker.completions(step, rows)
-        self.tracker.tokens(step, token_rows(self.learner.watched, sampled.prompts, self.tokenizer))
+        self.tracker.tokens(step, token_rows(self.learner.watched, batch.prompts, self.tokenizer))
         self.last_answers = self.last_answers if self.held_outs else rows
-        for line in failure_lines(sampled.answers, metrics):
+        for line in failure_lines(batch.answers, metrics):
             self.screen.note(f"step {step}: {line}")
         self.log(step, metrics | self.meter.take())
         if first_gap:
@@ -202,33 +202,11 @@ class RLTrainer:
             self.screen.note(line)
         self.last_sync = report
 
-    def sample(self, step: int) -> tuple[StepSampling, Round]:
-        """Samples the step's prompts, from where the last step stopped, in one or more rounds. Collective.
-
-        Returns all engines' scored answers, and the last round.
-        """
+    def sample(self, step: int) -> StepBatch:
+        """Samples the step's prompts, from where the last step stopped. Collective."""
         order = Order(step, self.policy.version, self.state.prompts)
-        sampled, lengths = StepSampling(self.config), self.state.lengths
         with self.meter.phase("rollout", self.source.waits_for):
-            rounds = self.produce(order)
-            for one_round in rounds:
-                prompts = prompts_at(self.prompts, self.config, one_round)
-                sampled.add(prompts, self.checked_answers(one_round, order, prompts, lengths))
-        return sampled, rounds[-1]
-
-    def checked_answers(
-        self, sampled: Round, order: Order, prompts: list[Prompt], lengths: dict[int, int] | None = None
-    ) -> list[Answer]:
-        """Gathers all ranks' answers of a round, and records their lengths. Collective.
-
-        Raises RolloutError or RewardError if too many of them have failed.
-        """
-        rollout = self.config.rollout
-        aged = not order.evaluates and (rollout.lag > 0 or rollout.slice_tokens is not None)
-        details = order.evaluates or self.config.algorithm.rewards_apart
-        answers = sampled.answers(details, order.version if aged else None)
-        note_answers(answers, prompts, rollout.max_error_rate, lengths if rollout.order == "longest_first" else None)
-        return answers
+            return self.produce(order)
 
     def sample_held_outs(self) -> dict[str, list[Answer]]:
         """Samples all engines' answers to the held-out prompts, and returns them by dataset."""
@@ -236,9 +214,9 @@ class RLTrainer:
         answers: dict[str, list[Answer]] = {}
         self.last_answers = []
         with self.meter.phase("eval"):
-            rounds = self.produce(order)
+            rounds = self.source.evaluate(order)
             for held_out, sampled in zip(self.held_outs, rounds, strict=True):
-                answers[held_out.name] = self.checked_answers(sampled, order, list(held_out.prompts))
+                answers[held_out.name] = sampled.answers(details=True)
         for held_out in self.held_outs:
             replies = answers[held_out.name]
             for line in failure_lines(replies, reward_errors(replies), "count as wrong"):

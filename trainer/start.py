@@ -25,7 +25,7 @@ from trainer.restarts import EngineRestarts
 from trainer.rewards.pool import RewardPool
 from trainer.rewards.trial import check_rewards
 from trainer.rollouts.level import RolloutLevel
-from trainer.rollouts.sampling import HeldOut
+from trainer.rollouts.local import HeldOut
 from trainer.run.keeper import Identity, RunState, find_checkpoint, run_identity
 from trainer.run.screen import Progress
 from trainer.run.watchdog import Watchdog
@@ -67,6 +67,11 @@ class Start:
     def carried(self) -> Path | None:
         """The checkpoint with answers to continue from; None if it belongs to other data, whose prompts differ."""
         return self.checkpoint if self.state.prompts else None
+
+    @property
+    def lengths(self) -> dict[int, int] | None:
+        """The prompts' last answer lengths, if the longest begin first (`Terms.lengths`); the state keeps them."""
+        return self.state.lengths if self.config.rollout.order == "longest_first" else None
 
 
 def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: Callable[[], str]) -> Start:

@@ -32,7 +32,8 @@ from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.carried import CarriedPool
-from trainer.rollouts.pool import Pool, Terms
+from trainer.rollouts.pool import EpisodePool, Pool, Terms
+from trainer.rollouts.step_batch import longest_answers
 
 Row = dict[str, float]
 
@@ -65,15 +66,14 @@ class Steps:
         rewards: Any = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
         level: Any = SimpleNamespace(function=one_shot, messages=lambda _: None, aclose=nothing, image_rules=None)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
-        self.pool = Pool(leader, tokenizer, rewards, HashStore(), level)
         self.position, self.number = 0, 0
         vocabulary = PRESETS[options.preset][-1]
         self.ends = list(range(1, 1 + max(1, round(vocabulary / options.mean))))
         ids = tuple(range(100, 100 + options.prompt_tokens - 1))
         self.prompts = PromptDataset([Prompt(i, (i % (vocabulary - 1), *ids), {}) for i in range(4096)])
-        self.carried: CarriedPool | None = None
-        if sliced:
-            self.carried = CarriedPool(self.config, self.pool, partial(self.prompts.take, seed=0))
+        take = partial(self.prompts.take, seed=0)
+        engines = Pool(leader, tokenizer, rewards, HashStore(), level, prompts=take)
+        self.pool: EpisodePool = CarriedPool(self.config, engines) if sliced else engines
 
     def step(self, lengths: dict[int, int] | None = None) -> Row:
         """Runs a step and returns its figures. After a step with `lengths` (`Terms`), the next has the same prompts."""
@@ -84,23 +84,23 @@ class Steps:
         self.leader.thread.run(self.leader.engine.reset_prefix_cache(), 60, "resetting the prefix cache")
         prefill = self.prefill()
         began = time.perf_counter()
-        terms, position, ages = Terms(3600, lengths=lengths), at + count, dict[str, float]()
-        if self.carried is not None:
-            taken = self.carried.take(at, count, settings, terms)
-            answers, position, ages = taken.answers(), taken.position, taken.figures
-        else:
-            answers = self.pool.run(self.prompts.take(at, count, 0), settings, terms)
+        taken = self.pool.take(at, count, settings, Terms(3600, lengths=lengths))
         seconds = time.perf_counter() - began
-        self.position = at if lengths is not None else position
+        answers = taken.answers()
+        self.position = taken.position
+        if lengths is not None:
+            self.position = at
+            lengths |= longest_answers(answers, self.prompts.take(at, count, 0))
         sampled = [answer.sampled for answer in answers]
         figures = {"seconds": seconds, "tokens": float(sum(sampled)), "longest": float(max(sampled))}
         figures["prefill"] = prefill
-        return figures | {"rate": sum(sampled) / seconds} | ages
+        return figures | {"rate": sum(sampled) / seconds} | taken.figures
 
     def prefill(self) -> float:
         """Returns the seconds that the engine takes to compute the caches of all unfinished answers."""
-        groups = [] if self.carried is None else self.carried.groups()
-        unfinished = [answer for group in groups for answer in group.unfinished.values() if answer.token_ids]
+        unfinished = [
+            answer for group in self.pool.groups() for answer in group.unfinished.values() if answer.token_ids
+        ]
         if not unfinished:
             return 0.0
         engine, sampling = self.leader.engine, SamplingSettings(1)
@@ -126,8 +126,7 @@ def benchmark(options: argparse.Namespace) -> None:
         for _ in range(oldest_age(sliced.config)):
             sliced.step()
         rows["slices"] = [sliced.step() for _ in range(options.rounds)]
-        assert sliced.carried is not None
-        sliced.carried.close()
+        sliced.pool.close()
         many = Steps(leader, options, False, 2 * options.max_num_seqs // options.group)
         lengths: dict[int, int] = {}
         many.step(lengths=lengths)  # remembers them

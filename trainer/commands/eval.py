@@ -33,8 +33,8 @@ from trainer.learning.metrics import reward_errors
 from trainer.rewards.pool import RewardPool
 from trainer.rewards.trial import check_rewards
 from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.local import sample_held_out
 from trainer.rollouts.pool import Pool
-from trainer.rollouts.sampling import sample_held_out
 from trainer.run import processes
 from trainer.run.screen import make_console
 

@@ -12,8 +12,7 @@ Every rank has a summary of all answers (`answers`). Each rank therefore compute
 concerns the whole step, unless it depends on tokens or on a model's outputs for them.
 """
 
-from trainer.learning.dynamic import StepSampling
 from trainer.learning.learner import Learner
 from trainer.learning.metrics import Metrics, reward_errors, rollout_metrics
 
-__all__ = ["Learner", "Metrics", "StepSampling", "reward_errors", "rollout_metrics"]
+__all__ = ["Learner", "Metrics", "reward_errors", "rollout_metrics"]

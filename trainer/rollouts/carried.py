@@ -7,7 +7,7 @@ weights. All ranks know the groups in flight, their engines, and which groups ar
 that samples them.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,9 +28,6 @@ from trainer.rollouts.round import Round, read_groups, sampled_round
 _STOP_SECONDS = 15.0
 _MEASURED = 4  # answers of an engine on which the gap is measured in a step that trains none of the present version
 
-TakePrompts = Callable[[int, int], list[Prompt]]
-"""A function (position, count) that returns this many prompts to train on, from this position on."""
-
 
 @dataclass
 class _Flight:
@@ -45,11 +42,12 @@ class _Flight:
 class CarriedPool:
     """The groups in flight on all engines, which may finish in a later step than the one they began in."""
 
-    def __init__(self, config: TrainConfig, pool: Pool, prompts: TakePrompts, start: Path | None = None) -> None:
-        """`pool` has the engines; `start` is the checkpoint that the run resumes from."""
+    def __init__(self, config: TrainConfig, pool: Pool, start: Path | None = None) -> None:
+        """`pool` has the engines and the prompts; `start` is the checkpoint that the run resumes from."""
+        assert pool.prompts is not None
         self._config = config
         self._engines = pool
-        self._prompts = prompts
+        self._prompts = pool.prompts
         self._flights: dict[int, _Flight] = {}  # by the prompt's place in the sequence that training sees
         self._episodes: CarriedEpisodes | None = None
         self._step = 0
@@ -77,10 +75,11 @@ class CarriedPool:
 
         The groups are again those at the end of the last step, and resume as from a checkpoint.
         """
+        self._engines.take_back(step)
         if step != self._step:
             return
         with agreed("ending the carried episodes"):
-            self.close()
+            self._end_episodes()
             if self._engines.leader is not None:
                 self._episodes = self._new_episodes(self._engines.leader)
                 self._resumed = self._before
@@ -116,7 +115,7 @@ class CarriedPool:
         self._steps_old += [settings.step - flight.born for flight in flights]
         self._tokens += [(answer.old, answer.sampled) for answer in answers]
         self._count(*counts)
-        self._engines.check(answers, [flight.prompt for flight in flights], terms.lengths)
+        self._engines.check(answers)
         taken = sampled_round(answers, settings.step, self.version, places, position + fresh)
         taken.figures = dict(self._figures)
         return taken
@@ -199,7 +198,12 @@ class CarriedPool:
         return present[:_MEASURED]
 
     def close(self) -> None:
-        """Ends the episodes under way on this rank's engine."""
+        """End the episodes under way, their servers and processes. Call it before the engine stops."""
+        self._end_episodes()
+        self._engines.close()
+
+    def _end_episodes(self) -> None:
+        """End the episodes under way on this rank's engine."""
         if self._engines.leader is not None and self._episodes is not None:
             self._engines.leader.thread.run(self._episodes.stop(), _STOP_SECONDS, "ending the carried episodes")
 

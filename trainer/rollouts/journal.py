@@ -18,7 +18,9 @@ from typing import Any
 from sharding.ranks import EVERYBODY, agreed, exchange, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.distributed import say
-from trainer.rollouts.round import Order, Round, Source, packed, unpacked
+from trainer.rollouts.round import Order, Round, packed, unpacked
+from trainer.rollouts.source import Source
+from trainer.rollouts.step_batch import StepBatch
 from trainer.run.checkpoint import latest_complete, random_states, restore_random_states
 from trainer.run.records import patiently, write_whole
 
@@ -27,7 +29,7 @@ _DO_NOT_MATTER = ("run", "tracking", "checkpoint", "eval")  # sections that may 
 
 
 class Journal:
-    """Keeps a source's rounds on disk and replays them after a restart."""
+    """Keeps the rounds of a source's steps on disk and replays them after a restart."""
 
     def __init__(self, source: Source, config: TrainConfig, identity: dict[str, Any]) -> None:
         """`identity` is the run's: rounds of other runs in the folder are not replayed.
@@ -45,26 +47,22 @@ class Journal:
         if config.checkpoint.resume != "auto":
             self._drop(lambda step: True)
 
-    def produce(self, order: Order) -> list[Round]:
-        """Returns the rounds of a step, from the disk or from the source. Collective; raises as `Source.produce`.
-
-        Rounds of evaluations are not kept.
-        """
-        if order.evaluates:
-            return self._source.produce(order)
-        if (rounds := self._read(order.step, self._key_of(order))) is not None:
+    def produce(self, order: Order) -> StepBatch:
+        """Returns the batch of a step, from the disk or from the source. Collective; raises as `Source.produce`."""
+        rounds = self._read(order.step, self._key_of(order))
+        if rounds is not None:
             restore_random_states(json.loads(rounds[-1].random_states[rank(EVERYBODY)]), self._file(order.step).name)
             following = f"{self._key}/{rounds[-1].position}/"
-            self._source.replayed(rounds, ahead=self._read(order.step + 1, following) is None)
+            ahead = self._read(order.step + 1, following) is None
             self._reused += 1
-            return rounds
+            return self._source.replayed(order, rounds, ahead=ahead)
         if self._reused:
             say(f"reused the kept answers of {self._reused} steps; sampling continues in step {order.step}")
             self._reused = 0
         self._drop(lambda step: step >= order.step)  # another policy has sampled these
-        rounds = self._source.produce(order)
-        self._write(order, rounds)
-        return rounds
+        batch = self._source.produce(order)
+        self._write(order, batch.rounds)
+        return batch
 
     def _file(self, step: int) -> Path:
         return self._folder / f"{step}.rank_{rank()}"

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.engine import Leader
 from generation.engine.sampling import NotFiniteError
 from generation.rollouts.episode import RolloutSettings
-from generation.rollouts.episodes import EpisodeSetup, rollout
+from generation.rollouts.episodes import CarriedGroup, EpisodeSetup, rollout
 from generation.rollouts.sampler import sample_batch
 from generation.rollouts.sampler_prompts import prompt_batch
 from generation.trajectory import Trajectory, by_episode, checked_reward
@@ -24,10 +24,14 @@ from trainer.learning.answers import Answer, failed_episodes, gather_answers
 from trainer.rewards.pool import RewardPool
 from trainer.rewards.trial import opened_tag
 from trainer.rollouts.level import RolloutLevel
+from trainer.rollouts.round import Round, sampled_round
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 15.0
 _LOOK_SECONDS = 0.2  # between checks of whether to stop
+
+TakePrompts = Callable[[int, int], list[Prompt]]
+"""A function (position, count) that returns this many prompts to train on, from this position on."""
 
 
 class RolloutError(RuntimeError):
@@ -46,8 +50,7 @@ class Terms:
         timeout: seconds after which a round fails.
         give_up: polled during a round; True abandons it.
         details: as in `gather_answers`.
-        lengths: last answer length in tokens by prompt id, updated in place; the longest begin first. None: prompts
-            begin in their order.
+        lengths: last answer length in tokens by prompt id; the longest begin first. None: prompts begin in their order.
     """
 
     timeout: float
@@ -56,10 +59,45 @@ class Terms:
     lengths: dict[int, int] | None = None
 
 
+class EpisodePool(Protocol):
+    """The groups of episodes that steps take. All ranks of a crew make the same calls.
+
+        pool.take_back(step)  # undoes an attempt at this step, if there was one
+        taken = pool.take(position, count, settings, terms)
+        following = pool.take(taken.position, more, settings, terms)
+        checkpoint = pool.groups()
+        pool.close()
+
+    `Pool` samples whole answers; `trainer.rollouts.carried.CarriedPool` lets them grow slice by slice.
+    """
+
+    def take(self, position: int, count: int, settings: RolloutSettings, terms: Terms) -> Round:
+        """Return `count` scored groups, of which new ones begin with the prompt at `position`. Collective.
+
+        Raises as `Pool.run`. `Round.position` is the position of the next prompt to begin.
+        """
+
+    def take_back(self, step: int) -> None:
+        """Undo an attempt at this step, if there was one. Collective."""
+
+    def groups(self) -> list[CarriedGroup]:
+        """Return this engine's groups that continue in the next step. Call it between rounds."""
+
+    def present(self) -> list[Trajectory]:
+        """Return a few of those groups' answers that have tokens of the present version."""
+
+    def waits_for(self) -> str:
+        """Describe this engine's episodes that hold up the round while the engine is idle; "" for none."""
+
+    def close(self) -> None:
+        """End the episodes under way, their servers and processes. Call it before the engine stops."""
+
+
 class Pool:
-    """The engines of this crew's ranks, and the scoring of their answers.
+    """The engines of this crew's ranks, and the scoring of their answers: an `EpisodePool` of whole answers.
 
     Attributes:
+        prompts: the prompts to train on, by position.
         leader: this rank's engine, if it leads one.
         engines: number of engines that share the prompts.
         finished: number of answers in this round that this rank's engine has finished.
@@ -75,19 +113,22 @@ class Pool:
         engines: int = 1,
         max_error_rate: float = 1.0,
         ends: EndTokens | None = None,
+        prompts: TakePrompts | None = None,
     ) -> None:
-        """Prepares the pool.
+        """Prepare the pool.
 
         Args:
             store: the ranks' store.
             max_error_rate: the largest share of episodes that may fail.
             ends: the tokens that end an answer, which are not part of the text that rewards see; None: special
                 tokens are left out of that text, and no others.
+            prompts: the prompts to train on; None: the pool is for evaluations only.
         """
         self.leader = leader
         self.tokenizer = tokenizer
         self.level = level
         self.engines = engines
+        self.prompts = prompts
         self.finished = 0
         self._rewards = rewards
         self._store = store
@@ -119,7 +160,7 @@ class Pool:
 
         sampled = self.on_leaders(sample, terms, settings.step)
         answers = gather_answers(sampled or [], terms.details)
-        self.check(answers, prompts, terms.lengths)
+        self.check(answers)
         return answers
 
     def begin_round(self) -> None:
@@ -127,14 +168,33 @@ class Pool:
         self._rounds = self._rounds + 1
         self.finished = 0
 
-    def check(self, answers: list[Answer], prompts: list[Prompt], lengths: dict[int, int] | None) -> None:
-        """Calls `note_answers`, and raises RewardError if too many reward calls failed in a round. Collective."""
-        note_answers(answers, prompts, self._max_error_rate, lengths)
+    def check(self, answers: list[Answer]) -> None:
+        """Raise RolloutError if too many of a round's episodes failed, RewardError if reward calls did. Collective."""
+        check_failures(answers, self._max_error_rate)
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
 
-    def take_back(self) -> None:
-        """Forgets an attempt at a step: resets the counts of failed reward calls. Collective."""
+    def take(self, position: int, count: int, settings: RolloutSettings, terms: Terms) -> Round:
+        """Sample the groups of the `count` prompts from `position` on, as `EpisodePool.take`."""
+        assert self.prompts is not None
+        answers = self.run(self.prompts(position, count), settings, terms)
+        end = position + count
+        return sampled_round(answers, settings.step, settings.policy_version, range(position, end), end)
+
+    def take_back(self, step: int) -> None:
+        """Forget an attempt at a step: reset the counts of failed reward calls. Collective."""
         self._rewards.take_counts()
+
+    def groups(self) -> list[CarriedGroup]:
+        """Return []: no group continues in the next step."""
+        return []
+
+    def present(self) -> list[Trajectory]:
+        """Return []: all answers are trained on."""
+        return []
+
+    def waits_for(self) -> str:
+        """Return "": an episode that holds up the round is not known."""
+        return ""
 
     def on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
         """Runs `work` on this engine's event loop; returns its result, or None on a rank without an engine.
@@ -261,20 +321,6 @@ class Pool:
         return str(self.tokenizer.decode(self._ends.removed_from(token_ids), skip_special_tokens=True))
 
 
-def note_answers(
-    answers: list[Answer], prompts: list[Prompt], max_error_rate: float, lengths: dict[int, int] | None
-) -> None:
-    """Adds the prompts' images to a round's answers, and the answers' lengths to `lengths`, unless that is None.
-
-    Raises RolloutError if too many episodes failed.
-    """
-    check_failures(answers, max_error_rate)
-    for answer in answers:
-        answer.stored_images = prompts[answer.prompt_index].images
-    if lengths is not None:
-        lengths |= longest_answers(answers, prompts)
-
-
 def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) -> list[int]:
     """Returns the prompts' indices in the order in which engines begin them.
 
@@ -283,19 +329,6 @@ def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) ->
     """
     tokens = lengths or {}
     return sorted(range(len(prompts)), key=lambda index: -tokens.get(prompts[index].id, math.inf))
-
-
-def longest_answers(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dict[int, int]:
-    """Returns the number of sampled tokens of each prompt's longest episode, by prompt id.
-
-    Prompts whose episodes have all failed are left out.
-    """
-    longest: dict[int, int] = {}
-    for episode in by_episode(answers):
-        if not any(answer.error for answer in episode):
-            prompt, length = prompts[episode[0].prompt_index].id, sum(answer.sampled for answer in episode)
-            longest[prompt] = max(length, longest.get(prompt, 0))
-    return longest
 
 
 async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:

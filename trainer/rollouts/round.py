@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -90,42 +89,6 @@ def sampled_round(answers: list[Answer], step: int, version: int, places: Sequen
     sampled = Round(step, version, trajectories=trajectories, places=list(places), position=position)
     sampled._answers = answers
     return sampled
-
-
-class Source(Protocol):
-    """The interface of what provides a training rank's answers. All ranks of a crew make the same calls.
-
-    `trainer.rollouts.sampling.Sampling` samples answers on this rank's engine; `trainer.rollouts.apart.Apart` orders
-    them from engines on other ranks. `trainer.rollouts.journal.Journal` wraps either and keeps answers on disk.
-    """
-
-    @property
-    def finished(self) -> int:
-        """The number of answers in this round that this rank's engine has finished. Any thread may read it."""
-
-    def produce(self, order: Order) -> list[Round]:
-        """Returns the rounds of a step, or the rounds of an evaluation, one for each dataset. Collective.
-
-        Raises:
-            RemoteError: on all ranks, if an engine failed on one. The order can be repeated.
-            StepAbandoned: on all ranks, if the run was asked to end.
-            NotFiniteError: on all ranks, if an engine sampled a log-probability that is not finite.
-        """
-
-    def replayed(self, rounds: list[Round], ahead: bool) -> None:
-        """Continues as if these rounds of a step had been produced. `ahead`: the next step's will be ordered."""
-
-    def take_back(self, step: int) -> None:
-        """Undoes an attempt at this step, if an engine's death or SIGTERM has ended one. Collective."""
-
-    def carried(self) -> bytes:
-        """Packs this rank's answers for a checkpoint. Collective."""
-
-    def untrained(self) -> list[Answer]:
-        """Returns some answers with tokens of the present version that this step does not train on. Collective."""
-
-    def waits_for(self) -> str:
-        """Says what a slow rollout is waiting for; "" if that is not known. Any thread may call it."""
 
 
 def together(parts: Sequence[list[Round]]) -> list[Round]:

@@ -38,7 +38,7 @@ from trainer.evaluation import (
 from trainer.learning.answer_rows import failure_lines
 from trainer.learning.metrics import reward_errors
 from trainer.rewards import RewardPool
-from trainer.rollouts.sampling import HeldOut, random_states_kept
+from trainer.rollouts.local import HeldOut, random_states_kept
 from trainer.run.screen import make_console
 
 

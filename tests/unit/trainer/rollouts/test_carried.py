@@ -30,12 +30,13 @@ from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.schema import TrainConfig
 from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
-from trainer.learning.dynamic import StepSampling
 from trainer.rewards import RewardResult
 from trainer.rollouts.carried import CarriedPool
+from trainer.rollouts.local import LocalSource
 from trainer.rollouts.pool import Pool, StepAbandoned, Terms
-from trainer.rollouts.round import Order, Round, Source, packed, read_groups
-from trainer.rollouts.sampling import Sampling, prompts_at
+from trainer.rollouts.round import Order, Round, packed, read_groups
+from trainer.rollouts.source import Source
+from trainer.rollouts.step_batch import StepBatch
 
 PROMPTS = PromptDataset([Prompt(index, (3, index), {}) for index in range(300)])
 GROUP, LONGEST, MEAN = 2, 64, 14
@@ -118,24 +119,25 @@ class Crew:
         level = SimpleNamespace(function=function, messages=lambda prompts: None, image_rules=None, aclose=aclose)
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1)
         leader: Any = Leader(self.engine, self.thread)  # type: ignore[arg-type]
-        self.pool = Pool(leader, tokenizer, rewards, Store(), level, engines=world_size())  # type: ignore[arg-type]
+        prompts = partial(PROMPTS.take, seed=3)
+        self.pool = Pool(leader, tokenizer, rewards, Store(), level, engines=world_size(), prompts=prompts)  # type: ignore[arg-type]
         self.step, self.position = step, 0
         self.give_up: Callable[[], bool] = lambda: False
         self.carried: CarriedPool | None = None
         if config.rollout.slice_tokens is not None:
-            self.carried = CarriedPool(config, self.pool, partial(PROMPTS.take, seed=3), start)
+            self.carried = CarriedPool(config, self.pool, start)
         sampling, give_up = SamplingSettings(LONGEST), lambda: self.give_up()
-        self.source: Source = Sampling(config, self.pool, PROMPTS, sampling, give_up=give_up, carried=self.carried)
+        self.source: Source = LocalSource(
+            config, self.pool, self.carried or self.pool, PROMPTS, sampling, give_up=give_up
+        )
         self.produce = self.source.produce
 
     def do(self) -> "Step":
         """Runs a step as `RLTrainer.sample` does."""
-        sampled = StepSampling(self.config)
-        rounds = self.produce(Order(self.step + 1, self.step, self.position))
-        for sampled_round in rounds:
-            sampled.add(prompts_at(PROMPTS, self.config, sampled_round), sampled_round.answers())
-        self.position, self.step = rounds[-1].position, self.step + 1
-        return Step(sampled, rounds[-1].figures)
+        batch = self.produce(Order(self.step + 1, self.step, self.position))
+        self.position = batch.position
+        self.step += 1
+        return Step(batch)
 
     def close(self) -> None:
         self.source.close()
@@ -145,14 +147,15 @@ class Crew:
 class Step:
     """A rank's record of a finished step: prompts by id, its trajectories by prompt id and sample, figures."""
 
-    def __init__(self, sampled: StepSampling, figures: dict[str, float]) -> None:
+    def __init__(self, sampled: StepBatch) -> None:
         self.prompts = [prompt.id for prompt in sampled.prompts]
         self.trained = [sampled.prompts[i].id for i in sorted({a.prompt_index for a in sampled.kept()[0]})]
         self.answers = [(self.prompts[a.prompt_index], a.sample_index, a.length, a.error) for a in sampled.answers]
         self.trajectories = {
             (self.prompts[a.prompt_index], a.sample_index): a.trajectory for a in sampled.answers if a.trajectory
         }
-        self.figures, self.sampling = dict(figures), sampled.metrics()
+        self.figures = dict(sampled.rounds[-1].figures)
+        self.sampling = {key: value for key, value in sampled.metrics().items() if key.startswith("sampling/")}
 
 
 class Store:

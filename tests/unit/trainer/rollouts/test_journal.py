@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,18 +164,24 @@ def test_answers_whose_reward_failed_are_kept_as_failed(tmp_path: Path) -> None:
 
 
 class Recorded:
-    """A source of empty rounds that records its calls, and which rounds were replayed in its place."""
+    """A source of empty rounds that records its calls, and which rounds were replayed in its place.
+
+    A step's batch is no more than its rounds here.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def produce(self, order: Order) -> list[Round]:
+    def produce(self, order: Order) -> SimpleNamespace:
         self.calls.append(("produced", order.step))
-        return [Round(order.step, order.version, position=order.position + 8, random_states={5: f"{order.step}"})]
+        states = {5: f"{order.step}"}
+        sampled = Round(order.step, order.version, position=order.position + 8, random_states=states)
+        return SimpleNamespace(rounds=[sampled])
 
-    def replayed(self, rounds: list[Round], ahead: bool) -> None:
-        assert rounds[-1].random_states[5] == f"{rounds[-1].step}"
+    def replayed(self, order: Order, rounds: list[Round], ahead: bool) -> SimpleNamespace:
+        assert rounds[-1].random_states[5] == f"{rounds[-1].step}" and order.step == rounds[-1].step
         self.calls.append(("replayed, then ahead" if ahead else "replayed", rounds[-1].step))
+        return SimpleNamespace(rounds=rounds)
 
 
 def test_a_source_hears_which_steps_were_replayed_and_if_the_next_is_sampled(tmp_path: Path) -> None:
@@ -186,9 +193,9 @@ def test_a_source_hears_which_steps_were_replayed_and_if_the_next_is_sampled(tmp
         source: Any = Recorded()
         journal = Journal(source, recipe(tmp_path), {"data": "rows"})
         for step in range(1, steps + 1):
-            [sampled_round] = journal.produce(Order(step, step - 1, 8 * (step - 1)))
+            [sampled_round] = journal.produce(Order(step, step - 1, 8 * (step - 1))).rounds
             assert sampled_round.step == step and sampled_round.position == 8 * step
         assert source.calls == calls
     source = Recorded()
-    [sampled_round] = Journal(source, recipe(tmp_path), {"data": "rows"}).produce(Order(2, 7, 8))
+    [sampled_round] = Journal(source, recipe(tmp_path), {"data": "rows"}).produce(Order(2, 7, 8)).rounds
     assert source.calls == [("produced", 2)] and sampled_round.version == 7, "other weights sample anew"

@@ -15,7 +15,8 @@ from tests.support.scripted import ScriptedEngine
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.learning.answers import Answer
-from trainer.rollouts.pool import Pool, Terms, longest_answers
+from trainer.rollouts.pool import Pool, Terms
+from trainer.rollouts.step_batch import longest_answers
 from trainer.run import checkpoint
 from trainer.run.keeper import RunState, find_checkpoint
 
@@ -42,7 +43,10 @@ def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answe
     pool = Pool(Leader(engine, thread), tokenizer, rewards, store, level)  # type: ignore[arg-type]
     settings = RolloutSettings(GROUP, SamplingSettings(1000), 0, seed=1, step=2)
     try:
-        answers = pool.run(PROMPTS[place : place + 4], settings, Terms(60, lengths=lengths))
+        prompts = PROMPTS[place : place + 4]
+        answers = pool.run(prompts, settings, Terms(60, lengths=lengths))
+        if lengths is not None:
+            lengths |= longest_answers(answers, prompts)
     finally:
         thread.close()
     return answers, [100 + ids[1] for ids in engine.prompts[::GROUP]]

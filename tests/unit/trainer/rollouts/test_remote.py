@@ -21,8 +21,9 @@ from sharding.wire.channel import SyncError
 from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.placement import check_placement
 from trainer.config.schema import TrainConfig
-from trainer.rollouts.apart import Apart, receive_rounds, send_rounds
+from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.pool import StepAbandoned
+from trainer.rollouts.remote import RemoteSource, receive_rounds, send_rounds
 from trainer.rollouts.round import GIVEN_UP, Order, Round, check_version, packed, read_groups, read_ready
 
 RANKS = {"placement": "ranks"}
@@ -68,7 +69,7 @@ def of_rank(number: int, version: int = 3, step: int = 1) -> list[Round]:
     sampled = [Trajectory(number, n, [1], [2], [1], [-0.5], weight_version=version) for n in range(2)]
     states = {number: f"state {number}"}
     return [
-        Round(step, version, trajectories=sampled, position=8),
+        Round(step, version, trajectories=sampled, places=[4, 5], position=8),
         Round(step, version, position=8, random_states=states),
     ]
 
@@ -95,14 +96,15 @@ def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(tr
         if rank() < training:
             return receive_rounds()
         first, second = of_rank(rank())
-        first.places, second.untrained, second.groups = [4], first.trajectories[:1], [CarriedGroup(rank(), 1)]
+        second.untrained = first.trajectories[:1]
+        second.groups = [CarriedGroup(rank(), 1)]
         return send_rounds(training, [first, second], None)
 
     taken = on_ranks(training + generating, crew)[:training]
     groups = sorted(group.place for _, second in taken for group in second.groups)
     assert groups == [*range(training, training + generating)]
     assert sum(len(second.untrained) for _, second in taken) == generating
-    assert all(first.places == [4] and second.position == 8 and not second.trajectories for first, second in taken)
+    assert all(first.places == [4, 5] and second.position == 8 and not second.trajectories for first, second in taken)
     states = {number: f"state {number}" for number in range(training, training + generating)}
     assert all(second.random_states == states for _, second in taken)
     together = [trajectory for first, _ in taken for trajectory in first.trajectories]
@@ -126,6 +128,9 @@ def test_a_message_of_one_engine_reaches_all_trainers_and_an_error_everybody() -
     assert on_ranks(4, lambda: crew(ValueError("broken"))) == [sentence] * 4
 
 
+PROMPTS = PromptDataset([Prompt(i, (i,), {}) for i in range(30)])
+
+
 class OrderedEngines:
     """Records orders, in place of `EnginesApart`."""
 
@@ -140,19 +145,21 @@ class OrderedEngines:
         return self.version
 
 
-def source_apart(lag: int, steps: int = 9, start: Path | None = None, **rollout: Any) -> tuple[Apart, OrderedEngines]:
+def remote_source(
+    lag: int, steps: int = 9, start: Path | None = None, **rollout: Any
+) -> tuple[RemoteSource, OrderedEngines]:
     config = make_config(engine=RANKS, rollout={"lag": lag} | rollout, run={"steps": steps})
     engines = OrderedEngines()
-    return Apart(config, engines, start), engines  # type: ignore[arg-type]
+    return RemoteSource(config, engines, PROMPTS, start=start), engines  # type: ignore[arg-type]
 
 
 def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for lag in (0, 1):
-        source, engines = source_apart(lag, steps=3)
+        source, engines = remote_source(lag, steps=3)
         for step in (1, 2, 3):
-            monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: [Round(version=3, position=8 * step)])  # noqa: B023
+            monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda: [Round(version=3, position=8 * step)])  # noqa: B023
             source.produce(Order(step, 3, 8 * (step - 1)))
             expected = [("sample", number + 1, 8 * number) for number in range(step)]
             assert engines.orders == expected
@@ -166,13 +173,13 @@ def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
 def test_answers_of_the_next_step_are_part_of_a_checkpoint_once_they_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: of_rank(0, step=2))
-    source, engines = source_apart(1)
+    monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda: of_rank(0, step=2))
+    source, engines = remote_source(1)
     assert source.carried() == b""
     source._order(Order(2, 3, 8))
     (tmp_path / "carried_0.msgpack").write_bytes(source.carried())
     assert read_ready(tmp_path) == {2: of_rank(0, step=2)}
-    assert source.produce(Order(2, 4, 8)) == of_rank(0, step=2)
+    assert source.produce(Order(2, 4, 8)).rounds == of_rank(0, step=2)
     assert len(engines.orders) == 1, "it is not ordered again"
 
 
@@ -180,24 +187,24 @@ def test_answers_of_the_next_step_are_part_of_a_checkpoint_once_they_are_there(
 def test_random_states_of_generating_ranks_come_back_in_the_first_order(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: of_rank(1, step=2))
-    source, engines = source_apart(lag)
+    monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda: of_rank(1, step=2))
+    source, engines = remote_source(lag)
     source.produce(Order(2, 3, 0))
-    source.produce(Order(-3, 3, 0))
+    source.evaluate(Order(-3, 3, 0))
     assert engines.states == [{}, {}]
     (tmp_path / "carried_0.msgpack").write_bytes(source.carried())
-    again, engines = source_apart(lag, start=tmp_path)
-    again.produce(Order(-3, 3, 8))
+    again, engines = remote_source(lag, start=tmp_path)
+    again.evaluate(Order(-3, 3, 8))
     again.produce(Order(3, 4, 8))
     again.produce(Order(4, 5, 16))
     assert engines.states == [{}, {1: "state 1"}, {}]
 
 
 def test_a_step_that_is_replayed_leaves_the_engines_as_if_they_had_sampled_it() -> None:
-    source, engines = source_apart(1)
-    source.replayed(of_rank(1, step=2), ahead=False)
+    source, engines = remote_source(1)
+    source.replayed(Order(2, 3, 0), of_rank(1, step=2), ahead=False)
     assert engines.then is None
-    source.replayed(of_rank(1, step=3), ahead=True)
+    source.replayed(Order(3, 3, 0), of_rank(1, step=3), ahead=True)
     assert engines.then is not None
     engines.then()
     assert engines.orders == [("sample", 4, 8)] and engines.states == [{1: "state 1"}]
@@ -217,17 +224,18 @@ def cut_step(version: int) -> list[Round]:
 def test_unfinished_answers_are_reported_by_their_place_and_kept(
     lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: cut_step(3))
-    source, _ = source_apart(lag, slice_tokens=1)
-    [taken] = source.produce(Order(2, 3 + lag, 8))
-    assert taken.places == [4] and taken.position == 9
-    assert [answer.old for answer in taken.answers(version=3 + lag)] == [1 + lag] * 2
+    monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda: cut_step(3))
+    source, _ = remote_source(lag, slice_tokens=1)
+    batch = source.produce(Order(2, 3 + lag, 8))
+    [taken] = batch.rounds
+    assert taken.places == [4] and batch.position == 9
+    assert [answer.old for answer in batch.answers] == [1 + lag] * 2
     figures = {"stale/share": 0.5 + lag / 2, "stale/age_mean": 1.0 + lag, "stale/age_max": 2.0 + lag, "carry/slices": 3}
     assert taken.figures == figures and len(source.untrained()) == 1 - lag
     for _ in range(2):
         (tmp_path / "carried_0.msgpack").write_bytes(source.carried())
         assert [(group.place, group.born) for group in read_groups(tmp_path)] == [(6, 1)]
-        source, _ = source_apart(lag, start=tmp_path, slice_tokens=1)  # whose first step is given up
+        source, _ = remote_source(lag, start=tmp_path, slice_tokens=1)  # whose first step is given up
 
 
 @pytest.mark.parametrize(
@@ -241,8 +249,8 @@ def test_unfinished_answers_are_reported_by_their_place_and_kept(
 def test_failed_rounds_raise_where_they_are_fetched(
     taken: Any, error: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.apart.receive_rounds", lambda: taken)
-    source, _ = source_apart(0)
+    monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda: taken)
+    source, _ = remote_source(0)
     with pytest.raises((error, RemoteError), match=sentence):
         source.produce(Order(1, 3, 0))
     assert not source._ready

@@ -1,5 +1,6 @@
 """A step's sampling: one round, or as many as it takes to find groups with a signal; and where the next one begins."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,14 +8,17 @@ import pytest
 from generation.trajectory import Trajectory
 from tests.support.learning_steps import as_answers, make_config
 from trainer.data import Prompt, PromptDataset
-from trainer.learning import StepSampling
 from trainer.learning.groups import make_groups
+from trainer.rollouts.round import sampled_round
+from trainer.rollouts.step_batch import StepBatch
 
 PROMPTS = PromptDataset([Prompt(i, (i,), {}) for i in range(30)])
 
 
-def sampling(**algorithm: Any) -> StepSampling:
-    return StepSampling(make_config(algorithm=algorithm, batch={"prompts_per_step": 4}, run={"seed": 5}))
+def empty(**algorithm: Any) -> StepBatch:
+    """Returns the batch of a step without any round yet."""
+    config = make_config(algorithm=algorithm, batch={"prompts_per_step": 4}, run={"seed": 5})
+    return StepBatch(config, PROMPTS)
 
 
 def answers(prompts: list[Prompt]) -> list[Trajectory]:
@@ -26,68 +30,75 @@ def answers(prompts: list[Prompt]) -> list[Trajectory]:
     ]
 
 
-def run_step(sampled: StepSampling, position: int) -> int:
+def add(batch: StepBatch, positions: Sequence[int], trajectories: list[Trajectory]) -> None:
+    """Adds a round of the prompts at these positions."""
+    batch.add(sampled_round(as_answers(trajectories), 1, 0, positions, positions[-1] + 1))
+
+
+def run_step(batch: StepBatch, position: int) -> int:
     """Runs all rounds of a step; returns the position after it."""
-    while sampled.missing:
-        prompts = PROMPTS.take(position, sampled.missing, seed=5)
-        position += len(prompts)
-        sampled.add(prompts, as_answers(answers(prompts)))
+    while batch.missing:
+        positions = range(position, position + batch.missing)
+        add(batch, positions, answers(PROMPTS.take(position, batch.missing, seed=5)))
+        position = batch.position
     return position
 
 
-def kept(sampled: StepSampling) -> list[int]:
+def kept(batch: StepBatch) -> list[int]:
     """Returns the prompts that are trained on, by number, each with both its answers."""
-    kept, groups = sampled.kept()
+    kept, groups = batch.kept()
     indices = [t.prompt_index for t in kept]
     assert indices == sorted(list(dict.fromkeys(indices)) * 2)
     assert groups == make_groups(kept)
-    return [sampled.prompts[index].id for index in dict.fromkeys(indices)]
+    return [batch.prompts[index].id for index in dict.fromkeys(indices)]
 
 
 def test_one_round_trains_on_all_groups() -> None:
-    sampled = sampling()
-    assert run_step(sampled, 8) == 12
-    assert kept(sampled) == [p.id for p in PROMPTS.take(8, 4, seed=5)] and sampled.metrics() == {}
+    batch = empty()
+    assert run_step(batch, 8) == 12
+    assert kept(batch) == [p.id for p in PROMPTS.take(8, 4, seed=5)] and batch.metrics() == {}
 
 
 @pytest.mark.parametrize("oversampling", [1.0, 1.5])
 @pytest.mark.parametrize("position", [0, 4, 17])
 def test_rounds_go_on_until_enough_groups_have_a_signal(oversampling: float, position: int) -> None:
     """The groups trained on are the first with a signal in the order of prompts, however they were sampled."""
-    sampled = sampling(sampling_rounds=10, oversampling=oversampling)
-    end = run_step(sampled, position)
+    batch = empty(sampling_rounds=10, oversampling=oversampling)
+    end = run_step(batch, position)
     seen = [p.id for p in PROMPTS.take(position, end - position, seed=5)]
-    assert [p.id for p in sampled.prompts] == seen
-    assert kept(sampled) == [i for i in seen if i % 3][:4]
-    figures = sampled.metrics()
+    assert [p.id for p in batch.prompts] == seen
+    assert kept(batch) == [i for i in seen if i % 3][:4]
+    figures = batch.metrics()
     assert figures["sampling/shortfall"] == 0 and figures["sampling/dropped"] == len(seen) - 4
     assert figures["sampling/rounds"] >= 1
 
 
 @pytest.mark.parametrize("at_bound", ["fewer", "fill"])
 def test_rounds_have_a_bound(at_bound: str) -> None:
-    sampled = sampling(sampling_rounds=3, at_bound=at_bound)
-    hopeless = [p for p in PROMPTS.take(0, 30, seed=5) if p.id % 3 == 0]
+    batch = empty(sampling_rounds=3, at_bound=at_bound)
+    order = PROMPTS.take(0, 30, seed=5)
+    hopeless = [position for position, prompt in enumerate(order) if prompt.id % 3 == 0]
     rounds = []
-    while sampled.missing:
-        rounds.append(sampled.missing)
-        sampled.add(hopeless[: sampled.missing], as_answers(answers(hopeless[: sampled.missing])))
-    assert rounds == [4, 4, 4] and len(kept(sampled)) == (0 if at_bound == "fewer" else 4)
-    assert sampled.metrics() == {
+    while batch.missing:
+        rounds.append(batch.missing)
+        positions = hopeless[: batch.missing]
+        add(batch, positions, answers([order[position] for position in positions]))
+    assert rounds == [4, 4, 4] and len(kept(batch)) == (0 if at_bound == "fewer" else 4)
+    assert batch.metrics() == {
         "sampling/rounds": 3,
         "sampling/shortfall": 4,
-        "sampling/dropped": 12 - len(kept(sampled)),
+        "sampling/dropped": 12 - len(kept(batch)),
     }
 
 
 def test_failed_answers_do_not_make_a_signal() -> None:
-    sampled = sampling(sampling_rounds=2)
+    batch = empty(sampling_rounds=2)
     prompts = PROMPTS.take(0, 4, seed=5)
     failed = answers(prompts)
     for trajectory in failed:
         trajectory.error = "failed" * (trajectory.sample_index == 0)
-    sampled.add(prompts, as_answers(failed))
-    assert sampled.missing == 4
+    add(batch, range(4), failed)
+    assert batch.missing == 4
 
 
 def test_a_resumed_run_samples_the_same_prompts() -> None:
@@ -96,9 +107,9 @@ def test_a_resumed_run_samples_the_same_prompts() -> None:
     def steps(position: int, count: int) -> tuple[list[list[int]], int]:
         seen = []
         for _ in range(count):
-            sampled = sampling(sampling_rounds=5, oversampling=1.3)
-            position = run_step(sampled, position)
-            seen.append([p.id for p in sampled.prompts])
+            batch = empty(sampling_rounds=5, oversampling=1.3)
+            position = run_step(batch, position)
+            seen.append([p.id for p in batch.prompts])
         return seen, position
 
     all_steps, end = steps(0, 6)
@@ -110,9 +121,9 @@ def test_a_resumed_run_samples_the_same_prompts() -> None:
 
 
 def test_each_round_has_its_own_seed_and_the_first_has_the_runs() -> None:
-    sampled = sampling(sampling_rounds=3)
+    batch = empty(sampling_rounds=3)
     seeds = []
     for _ in range(3):
-        seeds.append((sampled.seed(1), sampled.seed(2)))
-        sampled.add(prompts := PROMPTS.take(0, 1, seed=5), as_answers(answers(prompts)[:1]))
+        seeds.append((batch.seed(1), batch.seed(2)))
+        add(batch, range(1), answers(PROMPTS.take(0, 1, seed=5))[:1])
     assert seeds[0] == (5, 5) and len({seed for pair in seeds for seed in pair}) == 5

@@ -20,6 +20,7 @@ from generation.trajectory import Trajectory
 from sharding.apart.orders import EnginesApart
 from sharding.ranks import EVERYBODY, agree, agreed, all_to_all_bytes, is_main, rank, world_size
 from trainer.config.schema import TrainConfig
+from trainer.data import PromptDataset
 from trainer.learning.answers import Answer, gather_answers
 from trainer.rollouts.pool import StepAbandoned
 from trainer.rollouts.round import (
@@ -35,6 +36,7 @@ from trainer.rollouts.round import (
     together,
     unpacked,
 )
+from trainer.rollouts.step_batch import StepBatch
 
 
 def send_rounds(training: int, rounds: list[Round], error: Exception | None) -> None:
@@ -57,13 +59,22 @@ def receive_rounds() -> list[Round]:
     return together([unpacked(payload) for payload in received if payload])
 
 
-class Apart:
+class RemoteSource:
     """The `Source` of a training rank whose answers are sampled by engines on other ranks."""
 
-    def __init__(self, config: TrainConfig, engines: EnginesApart, start: Path | None = None) -> None:
-        """`start` is the checkpoint that the run resumes from."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        engines: EnginesApart,
+        dataset: PromptDataset,
+        lengths: dict[int, int] | None = None,
+        start: Path | None = None,
+    ) -> None:
+        """`start` is the checkpoint that the run resumes from; `dataset` and `lengths` are those of `StepBatch`."""
         self._config = config
         self._engines = engines
+        self._dataset = dataset
+        self._lengths = lengths
         self._ordered: Order | None = None  # the order that engines are working on
         # Rounds that were received and not used yet, by the step of their order, which is below 0 for evaluations.
         self._ready: dict[int, list[Round]] = {} if start is None else read_ready(start)
@@ -81,28 +92,37 @@ class Apart:
         """Always 0: the engines of other ranks do not report single answers."""
         return 0
 
-    def produce(self, order: Order) -> list[Round]:
-        """Returns an order's rounds, as `Source.produce`. With a lag, orders the next step's when this shift ends."""
+    def produce(self, order: Order) -> StepBatch:
+        """Returns a step's batch, as `Source.produce`. With a lag, orders the next step's when this shift ends."""
+        rounds = self._rounds(order)
+        last = rounds[-1]
+        self._untrained = last.untrained
+        self._version = order.version
+        last.figures = self._aged(last, order.version)
+        self._order_ahead(order.step, last.position)
+        return StepBatch.of(rounds, order, self._config, self._dataset, self._lengths)
+
+    def evaluate(self, order: Order) -> list[Round]:
+        """Returns an evaluation's rounds, as `Source.evaluate`."""
+        return self._rounds(order)
+
+    def _rounds(self, order: Order) -> list[Round]:
+        """Returns the rounds of an order, which engines may have worked on already. Collective."""
         self._fetch()  # with a lag these are this step's rounds, unless a checkpoint has fetched them already
         if order.step not in self._ready:
             self._order(order)
             self._fetch()
-        rounds = self._ready.pop(order.step)
-        if not order.evaluates:
-            self._untrained = rounds[-1].untrained
-            self._version = order.version
-            rounds[-1].figures = self._aged(rounds[-1], order.version)
-            self._order_ahead(order.step, rounds[-1].position)
-        return rounds
+        return self._ready.pop(order.step)
 
-    def replayed(self, rounds: list[Round], ahead: bool) -> None:
-        """Continues as if these rounds had been produced, as `Source.replayed`."""
+    def replayed(self, order: Order, rounds: list[Round], ahead: bool) -> StepBatch:
+        """Continues as if the order had produced these rounds, as `Source.replayed`."""
         last = rounds[-1]
         self._ready.pop(last.step, None)
         self._after = Round(random_states=last.random_states)
         self._restores = True
         if ahead:
             self._order_ahead(last.step, last.position)
+        return StepBatch.of(rounds, order, self._config, self._dataset, self._lengths)
 
     def take_back(self, step: int) -> None:
         """Does nothing, since an order that fails ends the run."""
