@@ -14,10 +14,10 @@ SHARING_WORKER = "sharding.worker.sharing_worker.SharingWorker"
 
 _HOMES = {
     "BucketPlan": "send.buckets",
-    "CollectiveSender": "apart.broadcast",
+    "CollectiveSender": "remote.broadcast",
     "FsdpWeightSource": "send.source",
     "ShardingManager": "manager",
-    "StorageWriter": "apart.storage",
+    "StorageWriter": "remote.storage",
     "StreamSource": "send.source",
     "SyncError": "wire.channel",
     "SyncSettings": "report",
@@ -25,7 +25,7 @@ _HOMES = {
     "VllmInternalWorkerExtension": "worker.extension",
     "WeightSource": "send.source",
     "differences": "wire.manifest",
-    "stateless_init_process_group": "apart.broadcast",
+    "stateless_init_process_group": "remote.broadcast",
 }
 __all__ = sorted(["SHARING_WORKER", "WORKER_EXTENSION", *_HOMES])
 

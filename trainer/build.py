@@ -9,9 +9,9 @@ import torch
 
 from generation.engine.engine import Leader
 from generation.importing import load
-from sharding.apart.orders import EnginesApart
 from sharding.manager import ShardingManager
 from sharding.ranks import EVERYBODY, rank, world_size
+from sharding.remote.orders import RemoteEngines
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
 from sharding.transports.base import Transport, as_transport
@@ -115,25 +115,25 @@ def build_local_source(start: Start, resources: ExitStack, give_up: Callable[[],
 
 
 def build_source(
-    start: Start, sharding: ShardingManager | EnginesApart, resources: ExitStack, give_up: Callable[[], bool]
+    start: Start, sharding: ShardingManager | RemoteEngines, resources: ExitStack, give_up: Callable[[], bool]
 ) -> Source:
     """Builds the source of answers of a training rank, whose weights `sharding` sends to the engines."""
-    if isinstance(sharding, EnginesApart):
+    if isinstance(sharding, RemoteEngines):
         return RemoteSource(start.config, sharding, start.prompts, start.lengths, start.carried)
     return build_local_source(start, resources, give_up)
 
 
-def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | EnginesApart:
+def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | RemoteEngines:
     """Builds the weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
     adapter = adapter_format(policy.model, config.lora) if adapters else None
     settings, device = sync_settings(config), policy.device
-    if placement(config).apart:
+    if placement(config).remote:
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)
-        return EnginesApart(source, device, settings, generating, store(), host=weights_host(), adapter=adapter)
+        return RemoteEngines(source, device, settings, generating, store(), host=weights_host(), adapter=adapter)
     folder = processes.private_folder()
     size = config.engine.tensor_parallel_size
     transport = sync_way(config, policy, source)

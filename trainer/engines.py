@@ -55,7 +55,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         kv_cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
         seed=config.run.seed,
-        sleep=engine.sleep and not place.apart,
+        sleep=engine.sleep and not place.remote,
         shared_weights=shares_memory,
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),

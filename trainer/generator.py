@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from generation.engine.sampling import NotFiniteError
-from sharding.apart.orders import TrainersApart
 from sharding.ranks import EVERYBODY, RemoteError, rank, world_size
+from sharding.remote.orders import Trainers
 from trainer.build import build_local_source, sync_settings
 from trainer.config.placement import training_ranks
 from trainer.config.schema import TrainConfig
@@ -31,7 +31,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
     """
     start = begin(config, watchdog, resources, watchdog.current_phase)
     config = start.config
-    trainers = TrainersApart(start.leader, store(), rank(EVERYBODY), sync_settings(config))
+    trainers = Trainers(start.leader, store(), rank(EVERYBODY), sync_settings(config))
 
     def late() -> bool:  # never with a lag: the checkpoint needs these answers, since their weights will be gone
         return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
@@ -60,7 +60,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
 
 
 def carry_out(
-    message: dict[str, Any], config: TrainConfig, trainers: TrainersApart, source: LocalSource, meter: PhaseMeter
+    message: dict[str, Any], config: TrainConfig, trainers: Trainers, source: LocalSource, meter: PhaseMeter
 ) -> None:
     """Receives the order's weights, samples or evaluates with them, and sends the answers to the training ranks."""
     trainers.receive(message["version"])

@@ -76,7 +76,7 @@ class RLTrainer:
         # Models besides the policy that can leave GPU memory during a generation shift.
         self.tenants = [critic] if critic is not None else []
         self.sharding = resources.enter_context(closing(build_sharding(config, self.policy, start.leader)))
-        if isinstance(self.sharding, ShardingManager):  # engines apart are not started again
+        if isinstance(self.sharding, ShardingManager):  # remote engines are not started again
             self.restarts.sharding = self.sharding
             try:
                 self.sharding.connect()

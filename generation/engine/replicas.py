@@ -3,7 +3,7 @@
 Replicas are not ranks of the run, which could then neither lose nor gain one. Instead, one rank holds all replicas
 behind the methods of a single `Engine`, so that rollouts, slices, tools and servers do not know of them. A request goes
 to the replica that has the fewest requests; if that replica dies, the request goes to another one, with the same seed.
-A replica that has died is replaced. One that has started gets weights with the next update (`sharding.apart.orders`),
+A replica that has died is replaced. One that has started gets weights with the next update (`sharding.remote.orders`),
 and requests from then on. Ray carries calls and answers; it is imported when the first replica is made, not before.
 """
 

@@ -39,8 +39,8 @@ from common import (
     write_config,
 )
 
-from sharding.apart.broadcast import CollectiveSender
-from sharding.apart.storage import StorageWriter
+from sharding.remote.broadcast import CollectiveSender
+from sharding.remote.storage import StorageWriter
 from sharding.report import SyncSettings
 from sharding.send.buckets import BucketPlan
 from sharding.wire.group import BroadcastGroup, GroupStore, connect_store, listen

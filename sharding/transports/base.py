@@ -1,7 +1,7 @@
 """The interface of all transports, the trainer's half: `Transport`, and `Transfer`, the part of an update that it sees.
 
 Engines on the trainer's devices read its staging buffers (`staged`), share its weights (`zero_copy`) or read its shards
-(`pull`). `sharding.apart` has the transports that need no common memory: `Broadcast` and `Storage`.
+(`pull`). `sharding.remote` has the transports that need no common memory: `Broadcast` and `Storage`.
 """
 
 from collections.abc import Callable, Collection

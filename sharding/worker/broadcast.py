@@ -84,7 +84,7 @@ class Membership:
 
 
 class BroadcastBuckets:
-    """The worker's half of `sharding.apart.broadcast.Broadcast`: two buffers like the trainer's, filled in turn."""
+    """The worker's half of `sharding.remote.broadcast.Broadcast`: two buffers like the trainer's, filled in turn."""
 
     ahead = True
     opened = closed = 0

@@ -5,7 +5,7 @@
 
 A writer, of this run or of any other, only writes the slot that the manifest does not name, once the last reader has
 left it, and replaces the manifest last, in one step. So a reader finds a complete update or the one before it, and
-never half of either. The writer is `sharding.apart.storage`.
+never half of either. The writer is `sharding.remote.storage`.
 """
 
 import fcntl

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from generation.engine.sampling import SamplingSettings
-from sharding.apart.broadcast import CollectiveSender
+from sharding.remote.broadcast import CollectiveSender
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.support.colocated import HfPolicy, assert_as_close_as_bfloat16, start_engine, stop

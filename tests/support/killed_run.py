@@ -146,7 +146,7 @@ class Survivor:
 def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[int, str, str, float]]:
     """Draws kills for `Survivor.go_through`: at most `most` a step, the second within a start's length after the first.
 
-    Engines apart are a step ahead, so that the death of one fails the next step; a third failure would end the run.
+    Remote engines are a step ahead, so that the death of one fails the next step; a third failure would end the run.
     """
     dice, drawn = random.Random(seed), []
     for step in sorted(dice.sample([step for step in range(1, steps) for _ in range(most)], count)):
@@ -475,7 +475,7 @@ def main() -> int:
         assert straight is not None, "--then needs runs that this script starts again"
         most = 1 if options.apart else 2
         problems = survived(recipe, draw_kills(options.kills, steps, seed, most), straight, ranks, f"alone-{seed}")
-        if options.apart and options.rollouts:  # a step that is read from disk sends no weights to engines apart
+        if options.apart and options.rollouts:  # a step that is read from disk sends no weights to remote engines
             problems = [line for line in problems if " sync/verified: " not in line]
         print("\n".join(problems) or "equal, bit for bit: rows, answers, weights", flush=True)
         failures += len(problems)

@@ -24,8 +24,8 @@ class Placement:
         workers: number of workers of all engines together; takes the engine's section and the number of ranks.
         engine_ranks: number of consecutive ranks that make up one engine, the first of which leads it.
         number: the key beside engine.placement that says how many; None: there is none.
-        apart: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them, and
-            their answers travel to the ranks that train.
+        remote: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them,
+            and their answers travel to the ranks that train.
         actors: engines are replicas in actors of Ray, and the rank that holds them has no device.
     """
 
@@ -34,7 +34,7 @@ class Placement:
     workers: Callable[[EngineConfig, int], int]
     engine_ranks: Callable[[EngineConfig], int] = lambda engine: engine.tensor_parallel_size
     number: str | None = None
-    apart: bool = True
+    remote: bool = True
     actors: bool = False
 
 
@@ -61,7 +61,7 @@ def engine_workers(config: TrainConfig, ranks: int) -> int:
 def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
     """True if rank `number` of the run's `ranks` is the first rank of an engine."""
     place = placement(config)
-    generating = number - training_ranks(config, ranks) if place.apart else number
+    generating = number - training_ranks(config, ranks) if place.remote else number
     return generating >= 0 and generating % place.engine_ranks(config.engine) == 0
 
 
@@ -98,7 +98,7 @@ def _ranks_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
             f"engine.ranks = {generating} of {ranks} ranks, {neighbours} on a machine, cannot form engines of "
             f"engine.tensor_parallel_size = {size} ranks on one machine each: change one of them"
         )
-    yield from _apart_problems(config)
+    yield from _remote_problems(config)
 
 
 def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
@@ -108,10 +108,10 @@ def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[
         yield "engine.placement is ray, which is not installed: pip install ray"
     elif config.data.max_images:
         yield ("engine.placement is ray, but data.max_images is set, and images do not go to actors: set it to ranks")
-    yield from _apart_problems(config)
+    yield from _remote_problems(config)
 
 
-def _apart_problems(config: TrainConfig) -> Iterator[str]:
+def _remote_problems(config: TrainConfig) -> Iterator[str]:
     policy = config.policy
     rollout = config.rollout
     place = f"engine.placement is {config.engine.placement}"
@@ -123,7 +123,7 @@ def _apart_problems(config: TrainConfig) -> Iterator[str]:
 
 PLACEMENTS = {
     "shared": Placement(
-        _shared_problems, generating=lambda engine: 0, workers=lambda engine, ranks: ranks, apart=False
+        _shared_problems, generating=lambda engine: 0, workers=lambda engine, ranks: ranks, remote=False
     ),
     "ranks": Placement(
         _ranks_problems,

@@ -213,7 +213,7 @@ class SyncConfig(Section):
     replay: bool = key(True, "record what vLLM's loaders do in the first sync, and repeat it in later ones")
     way: str = key(
         "auto", "how weights get to the engines; or your own class, pkg.mod:Name or file.py:Name (docs/weight-path.md)",
-        auto="the first possible one of zero_copy, pull, staged; on CUDA staged; a broadcast to engines elsewhere",
+        auto="the first possible one of zero_copy, pull, staged; on CUDA staged; a broadcast to remote engines",
         staged="through two buffers that trainer and engine both map",
         pull="engines read the shards of all ranks of their machine; nothing is gathered or staged",
         zero_copy="one rank, unpacked weights: the policy computes with the engine's weights, so a step is the sync",

@@ -1,7 +1,7 @@
 """The ways that weights can take to engines on the trainer's devices (`sync.way`): a record for each.
 
 A record says everything that depends on the way. Which one `auto` stands for is decided by a recipe and torchrun's
-variables. To engines elsewhere there is one way alone, a broadcast, which is no setting.
+variables. To remote engines there is one way alone, a broadcast, which is no setting.
 """
 
 import os
@@ -82,7 +82,7 @@ def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[T
 
     The sentence is empty if the recipe names a way, or if engines are on other devices, which have only one way.
     """
-    if config.sync.way != "auto" or placement(config).apart:
+    if config.sync.way != "auto" or placement(config).remote:
         return config, ""
     name, why = chosen_way(config, ranks, neighbours)
     changed = config.model_copy(update={"sync": config.sync.model_copy(update={"way": name})})
@@ -104,8 +104,8 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
     sync = config.sync
     if sync.delta:
         for reason in _delta_obstacles(config):
-            yield f"sync.delta changes the weights that engines elsewhere hold, but {reason}"
-    if placement(config).apart:
+            yield f"sync.delta changes the weights that remote engines hold, but {reason}"
+    if placement(config).remote:
         if sync.way != "auto":
             where = f"engine.placement is {config.engine.placement}"
             yield f"{where}, but sync.way is {sync.way}, which needs memory that trainer and engine share: leave it out"
@@ -120,7 +120,7 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
 def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
     """Yields the reasons why weights cannot be sent as changes of those before."""
     reasons = {
-        "engine.placement is shared, where nothing travels: leave it out": not placement(config).apart,
+        "engine.placement is shared, where nothing travels: leave it out": not placement(config).remote,
         "sync.verify is off, and digests have to prove the result: set it to sample": config.sync.verify == "off",
         "lora.sync sends a small adapter anyway: leave it out, or set lora.sync to merged": config.lora.engines_apply,
         **_record_obstacles(config),
@@ -184,7 +184,7 @@ WAYS = {
         obstacles=_zero_copy_obstacles,
         shares_memory=True,
     ),
-    "storage": WayOfWeights("sharding.apart.storage:Storage", through_files=True),
+    "storage": WayOfWeights("sharding.remote.storage:Storage", through_files=True),
 }
 WAYS["auto"] = WAYS["staged"]  # unless `with_chosen_way` finds another one
 

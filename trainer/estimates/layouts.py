@@ -26,7 +26,7 @@ def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
     changed: dict[str, dict[str, Any]] = {
         "engine": {"placement": "ranks" if apart else "shared", "ranks": apart or 1, "replicas": 1},
         "rollout": {"lag": lag},
-        "sync": {"way": "auto" if apart else "staged" if placement(config).apart else config.sync.way},
+        "sync": {"way": "auto" if apart else "staged" if placement(config).remote else config.sync.way},
         "policy": {"offload": "none"} if apart else {},
     }
     return config.model_copy(update={k: getattr(config, k).model_copy(update=new) for k, new in changed.items()})
@@ -65,4 +65,4 @@ def comparison(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
         yield f"{how}: {split.seconds:.2f} s a step{against}"
     if not any(split.apart for split in splits):
         refused = next(check_placement(with_engines(config, config.engine.tensor_parallel_size, 0), ranks, ranks), "")
-        yield f"engines apart: {refused or 'they do not fit on these ranks'}"
+        yield f"remote engines: {refused or 'they do not fit on these ranks'}"

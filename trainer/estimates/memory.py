@@ -180,7 +180,7 @@ def over_budget(
     A column fits if its sum is at most `share` of the device's memory. `ranks` is the number of ranks that train.
     """
     trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
-    crews = [trainer, engine] if placement(config).apart else [[*trainer, *engine]]
+    crews = [trainer, engine] if placement(config).remote else [[*trainer, *engine]]
     for parts in crews:
         for column, when in COLUMNS.items():
             sizes = {part.name: getattr(part, column) / GIB for part in parts}
@@ -280,7 +280,7 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
         parameters = [parameter for parameter in parameters if parameter.name in uncut]
     replayed = uncut if cut and config.sync.replay and not record.through_files else None
     plan = BucketPlan(parameters, config.sync.bucket_mib << 20, replayed)
-    remote = placement(config).apart or record.through_files  # the worker then has buffers of its own
+    remote = placement(config).remote or record.through_files  # the worker then has buffers of its own
     return (BUFFERS + (cut and config.sync.delta)) * plan.capacity * (2 if remote else 1)
 
 

@@ -131,7 +131,7 @@ def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
     """
     training = training_ranks(config, ranks)
     rollout = _rollout(config, model, engine_workers(config, ranks), gpu, lengths)
-    apart = placement(config).apart
+    apart = placement(config).remote
     sync = _broadcast(config, model, training, ranks, gpu) if apart else _sync(config, model, ranks, gpu)
     update = list(_update(config, model, training, gpu, lengths))
     if config.rollout.lag:

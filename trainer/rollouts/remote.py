@@ -17,8 +17,8 @@ from pathlib import Path
 
 from generation.engine.sampling import NotFiniteError
 from generation.trajectory import Trajectory
-from sharding.apart.orders import EnginesApart
 from sharding.ranks import EVERYBODY, agree, agreed, all_to_all_bytes, is_main, rank, world_size
+from sharding.remote.orders import RemoteEngines
 from trainer.config.schema import TrainConfig
 from trainer.data import PromptDataset
 from trainer.learning.answers import Answer, gather_answers
@@ -65,7 +65,7 @@ class RemoteSource:
     def __init__(
         self,
         config: TrainConfig,
-        engines: EnginesApart,
+        engines: RemoteEngines,
         dataset: PromptDataset,
         lengths: dict[int, int] | None = None,
         start: Path | None = None,

@@ -174,7 +174,7 @@ class VllmAsyncGenerationWorker(Engine):
     async def load_weights_from_storage_async(
         self, path: str, timeout_s: float = 300.0, version: int | None = None, num_threads: int = 1
     ) -> bool:
-        """Load the latest complete update in a folder (`sharding.apart.storage`); otherwise as the update by IPC. Each
+        """Load the latest complete update in a folder (`sharding.remote.storage`); otherwise as the update by IPC. Each
         worker reads `num_threads` buckets at a time.
         """
         return bool(await self.receive("load_weights_from_storage", path, num_threads, timeout_s, version=version))

@@ -21,9 +21,9 @@ def check_ranks(model: str, folder: str) -> None:
     from generation.engine.sampling import SamplingSettings
     from generation.engine.settings import EngineSettings
     from sharding import WORKER_EXTENSION
-    from sharding.apart.broadcast import CollectiveSender
-    from sharding.apart.storage import StorageWriter
     from sharding.ranks import RemoteError, rank
+    from sharding.remote.broadcast import CollectiveSender
+    from sharding.remote.storage import StorageWriter
     from sharding.report import SyncSettings
     from sharding.send.source import FsdpWeightSource
     from tests.support.colocated import HfPolicy, stop

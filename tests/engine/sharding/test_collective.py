@@ -1,4 +1,4 @@
-"""Weights for engines apart from the trainer: broadcast to two real engines, read from a folder, and failures."""
+"""Weights for remote engines: broadcast to two real engines, read from a folder, and failures."""
 
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig
 
 from generation.engine.sampling import SamplingSettings
-from sharding.apart.broadcast import CollectiveSender, engine_ranks
-from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
+from sharding.remote.broadcast import CollectiveSender, engine_ranks
+from sharding.remote.storage import StorageWriter
 from sharding.report import SyncSettings
 from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource

@@ -1,4 +1,4 @@
-"""Weights broadcast to workers of engines apart, all in one process: what they hold, and what it is compared by."""
+"""Weights broadcast to workers of remote engines, all in one process: what they hold, and what it is compared by."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharding.apart.broadcast import CollectiveSender
 from sharding.ranks import RemoteError
+from sharding.remote.broadcast import CollectiveSender
 from sharding.report import SyncSettings
 from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource

@@ -16,9 +16,9 @@ from generation.engine.engine import Leader, WorkerError
 from generation.engine.replicas import ReplicaDied, ReplicatedEngine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
-from sharding.apart import orders
-from sharding.apart.orders import EnginesApart, TrainersApart
 from sharding.ranks import RemoteError
+from sharding.remote import orders
+from sharding.remote.orders import RemoteEngines, Trainers
 from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
 
@@ -112,9 +112,9 @@ def updates(leader: Leader, count: int) -> list[Future[Any]]:
     """Runs so many updates, at both ends."""
     store = dist.HashStore()
     source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
-    train = EnginesApart(source, torch.device("cpu"), SETTINGS, range(1, 2), store)
+    train = RemoteEngines(source, torch.device("cpu"), SETTINGS, range(1, 2), store)
     train._new_sender = Sender  # type: ignore[assignment]
-    generate = TrainersApart(leader, store, 1, SETTINGS)
+    generate = Trainers(leader, store, 1, SETTINGS)
 
     def send() -> None:
         for version in range(count):

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sharding.apart.broadcast import engine_ranks
-from sharding.apart.storage import StorageWriter
 from sharding.ranks import RemoteError
+from sharding.remote.broadcast import engine_ranks
+from sharding.remote.storage import StorageWriter
 from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.wire.channel import SyncError

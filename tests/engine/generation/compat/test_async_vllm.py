@@ -22,8 +22,8 @@ from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
 from generation.engine import forkserver
 from generation.engine.lifecycle import EngineStateError
 from generation.engine.vllm_compat import engine_arguments
-from sharding.apart.broadcast import CollectiveSender
-from sharding.apart.storage import StorageWriter
+from sharding.remote.broadcast import CollectiveSender
+from sharding.remote.storage import StorageWriter
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.conftest import TinyModel

@@ -19,9 +19,9 @@ from generation.compat.nemo.generation import VllmGeneration
 from generation.engine.engine import WorkerError
 from generation.engine.lifecycle import EngineStateError
 from sharding import WORKER_EXTENSION
-from sharding.apart.broadcast import CollectiveSender
 from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError
+from sharding.remote.broadcast import CollectiveSender
 from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.conftest import TinyModel

@@ -109,7 +109,7 @@ def test_obstacles_to_reading_shards_are_named(config: dict, changes: dict, rank
 )
 def test_obstacles_to_sending_changes_alone_are_named(config: dict, changes: dict, sentence: str) -> None:
     right = {"sync": {"delta": True}, "engine": {"placement": "ranks", "plain_cpu_weights": True}}
-    beginning = "sync.delta changes the weights that engines elsewhere hold, but "
+    beginning = "sync.delta changes the weights that remote engines hold, but "
     found = [
         [p for p in problems(config, recipe, WORLD_SIZE="2") if p.startswith(beginning)]
         for recipe in (right, right | changes)

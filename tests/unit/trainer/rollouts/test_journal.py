@@ -185,7 +185,7 @@ class Recorded:
 
 
 def test_a_source_hears_which_steps_were_replayed_and_if_the_next_is_sampled(tmp_path: Path) -> None:
-    """With engines apart the next step may have to be ordered ahead, and the engines' ranks go on from its states."""
+    """With remote engines the next step may have to be ordered ahead, and the engines' ranks go on from its states."""
     for steps, calls in (
         (3, [("produced", 1), ("produced", 2), ("produced", 3)]),
         (4, [("replayed", 1), ("replayed", 2), ("replayed, then ahead", 3), ("produced", 4)]),

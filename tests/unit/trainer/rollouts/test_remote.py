@@ -14,13 +14,14 @@ from generation.engine.sampling import NotFiniteError
 from generation.engine.slices import Unfinished
 from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
-from sharding.apart.orders import PendingCall, TrainersApart, _line
 from sharding.ranks import RemoteError, rank
+from sharding.remote.orders import PendingCall, Trainers, _line
 from sharding.report import SyncSettings
 from sharding.wire.channel import SyncError
 from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.placement import check_placement
 from trainer.config.schema import TrainConfig
+from trainer.config.ways import check_way
 from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.pool import StepAbandoned
 from trainer.rollouts.remote import RemoteSource, receive_rounds, send_rounds
@@ -31,7 +32,8 @@ RANKS = {"placement": "ranks"}
 
 def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) -> list[str]:
     recipe = {"model": {"path": "m"}} | sections | {"data": {"path": "d"} | sections.get("data", {})}
-    return list(check_placement(TrainConfig.model_validate(recipe), ranks, neighbours))
+    config = TrainConfig.model_validate(recipe)
+    return [*check_placement(config, ranks, neighbours), *check_way(config, ranks, environ={})]
 
 
 def test_settings_that_go_with_engines_apart_are_accepted() -> None:
@@ -132,7 +134,7 @@ PROMPTS = PromptDataset([Prompt(i, (i,), {}) for i in range(30)])
 
 
 class OrderedEngines:
-    """Records orders, in place of `EnginesApart`."""
+    """Records orders, in place of `RemoteEngines`."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[str, int, int]] = []
@@ -270,7 +272,7 @@ def test_rank_0_learns_of_errors_on_an_engines_rank_with_its_number() -> None:
 
     thread = SimpleNamespace(run=lambda coroutine, *_: asyncio.run(coroutine))
     leader: Any = Leader(Engine(), thread)  # type: ignore[arg-type]
-    there = TrainersApart(leader, store, 3, SyncSettings(timeout=5))
+    there = Trainers(leader, store, 3, SyncSettings(timeout=5))
     line = _line(store, 3, outwards=True)
     line.send("sample", version=7, step=1)
     assert there.hear()["step"] == 1

@@ -1,6 +1,6 @@
 """Orders and weights from the ranks that train to ranks that only generate, or hold replicas that generate.
 
-Rank 0 announces each order through the run's store, and the weights follow by broadcast (`sharding.apart.broadcast`).
+Rank 0 announces each order through the run's store, and the weights follow by broadcast (`sharding.remote.broadcast`).
 The sequence of orders is a function of the step: nothing is queued, and nothing depends on which rank is faster.
 
 Before each update the engines' ranks report whether workers have come or gone. If so, all workers join a new group. If
@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from generation.engine.engine import Engine, Leader
 from generation.engine.replicas import ReplicatedEngine, cluster_address
-from sharding.apart.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.ranks import RemoteError, agreed, exchange, is_main, rank
+from sharding.remote.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.report import AdapterFormat, SyncReport, SyncSettings
 from sharding.send.source import WeightSource
 from sharding.tenants import Tenant, VersionedPolicy
@@ -59,7 +59,7 @@ class PendingCall:
             raise error
 
 
-class EnginesApart:
+class RemoteEngines:
     """The engines of other ranks, in the place of a `ShardingManager` on ranks that train.
     `report`: on the latest update, of which a shift may have none.
     `then`: called once when the shift is over and nothing has failed, before the policy changes.
@@ -181,7 +181,7 @@ class EnginesApart:
             self._sender.close()
 
 
-class TrainersApart:
+class Trainers:
     """A generating rank's end of the conversation."""
 
     def __init__(self, leader: Leader | None, store: dist.Store, number: int, settings: SyncSettings) -> None:
