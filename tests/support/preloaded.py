@@ -38,7 +38,6 @@ MODULES = [
     "torch.distributed.run",
     *forkserver.MODULES,
     "datasets",
-    "trainer.run.plots",
     "trainer.policy.vision",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
 ]
@@ -141,8 +140,6 @@ def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None
         os.environ.clear()
         os.environ.update(environment)
         import_module("tests.support.changing.sitecustomize").change_what_is_loaded()
-        plots: Any = import_module("trainer.run.plots")
-        plots.plot_curves = lambda folder: folder / "curves.png"  # drawing takes a third of a short run
         if "ray" in args:
             sys.modules.pop("ray", None)
         sys.argv = list(args)

@@ -152,7 +152,7 @@ class SftRun:
             self.screen.note(f"sft {step:>6}/{self.config.run.steps}  {figures}")
 
     def export(self) -> None:
-        """Writes the model, curves and summary, and prints the model's folder. Collective; rank 0 writes."""
+        """Write the model and the summary, and print the model's folder. Collective; rank 0 writes."""
         config, folder = self.config, self.config.run.folder
 
         def summarise() -> None:

@@ -533,10 +533,7 @@ class RolloutConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming a run."""
 
-    every: Natural | Literal["auto"] = key(
-        0, "steps from one checkpoint to the next; the end of the run is saved, too; 0: only the end",
-        auto="the interval that loses least time, by the cost of a checkpoint and the rate of failures",
-    )  # fmt: skip
+    every: Natural = key(0, "steps from one checkpoint to the next; the end of the run is saved, too; 0: only the end")
     background: bool = key(True, "write from a copy in host memory while training continues; false: training waits")
     keep: Count = key(2, "number of newest complete checkpoints to keep")
     keep_best: Natural = key(0, "number of checkpoints with the best best_metric to keep as well")
@@ -558,6 +555,13 @@ class CheckpointConfig(Section):
         [], "keys or sections that may differ from the checkpoint's, out of those that resuming compares"
     )
     export_hf: bool = key(True, "write the final model in Hugging Face format")
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _steps(cls, value: object) -> object:
+        if value == "auto":
+            raise ValueError("should be a number of steps, such as that of half an hour: auto is gone")
+        return value
 
 
 class TrackingConfig(Section):

@@ -1,4 +1,4 @@
-"""The end of a run: the model in Hugging Face format, curves, summary, and the last screen."""
+"""The end of a run: the model in Hugging Face format, summary, and the last screen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def export_and_report(
     screen: Progress,
     answers: list[dict[str, Any]],
 ) -> None:
-    """Exports the model, writes curves and summary, and prints the report. Collective; rank 0 writes.
+    """Exports the model, writes the summary, and prints the report. Collective; rank 0 writes.
 
     `answers` are rows of the latest evaluation or step, for the report.
     """
@@ -51,7 +51,7 @@ def export_and_report(
 
 
 def export(config: TrainConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, tell: Callable[[], None]) -> None:
-    """Writes the model and the curves, and then calls `tell` on rank 0. Collective; rank 0 writes."""
+    """Write the model, and then call `tell` on rank 0. Collective; rank 0 writes."""
     folder = config.run.folder
     if config.checkpoint.export_hf:
         policy.save_pretrained(folder / "model")
@@ -61,16 +61,13 @@ def export(config: TrainConfig, policy: Policy, tokenizer: PreTrainedTokenizerBa
         if is_main():
             if config.checkpoint.export_hf:
                 tokenizer.save_pretrained(folder / "model")
-            from trainer.run.plots import plot_curves  # Matplotlib, which no other rank needs
-
-            plot_curves(folder)
             tell()
 
 
 def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]]) -> Report:
     folder = config.run.folder
     paths = {"model": folder / "model"} if config.checkpoint.export_hf else {}
-    paths |= {"curves": folder / "curves.png", "metrics": folder / "metrics.jsonl"}
+    paths |= {"metrics": folder / "metrics.jsonl"}
     paths |= {"answers": folder / "completions.jsonl", "checkpoints": folder / "checkpoints"}
     rows = read_rows(paths["metrics"])
     accuracy = series(rows, "eval/accuracy")[1]

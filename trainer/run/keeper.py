@@ -19,7 +19,6 @@ import json
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.devices import this_device
-from sharding.ranks import Ranks, agreed, all_reduce_max, is_main, world_size
+from sharding.ranks import Ranks, agreed, all_reduce_max, is_main
 from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.recipe import masked, to_yaml
 from trainer.config.schema import CheckpointConfig, TrainConfig
@@ -41,7 +40,6 @@ from trainer.distributed import say
 from trainer.errors import UserError, shortened
 from trainer.policy.hf_format import resolve_folder
 from trainer.run import checkpoint, processes
-from trainer.run.intervals import Intervals
 from trainer.run.records import PRIVATE, patiently, write_whole
 from trainer.run.tracking import NullTracker, make_tracker
 from trainer.run.watchdog import Watchdog
@@ -300,10 +298,6 @@ class Keeper:
         folder, timeout = config.run.folder / "checkpoints", config.run.first_step_deadline_s
         self._writer = CheckpointWriter(folder, config.checkpoint, timeout)
         self._saved = state.step if config.checkpoint.resume == "auto" else 0
-        self._intervals: Intervals | None = None  # on rank 0
-        if self._config.every == "auto":
-            with agreed("reading the run's sessions"):
-                self._intervals = Intervals(config.run.folder, world_size()) if is_main() else None
         self._metrics: dict[str, float] = {}
 
     def hold_signals(self, *numbers: signal.Signals) -> None:
@@ -317,7 +311,7 @@ class Keeper:
         Call it after a step's row is written. Raises on all ranks if the previous checkpoint could not be written.
         """
         self._metrics = metrics
-        if self._is_due():
+        if self._config.every and self._state.step % self._config.every == 0:
             self.save()
         asked = float(self._watchdog.called_at is not None)
         flags = all_reduce_max({"asked": asked, "failed": float(self._writer.failed)})
@@ -326,30 +320,17 @@ class Keeper:
         if flags["asked"]:
             self.leave()
 
-    def _is_due(self) -> bool:
-        """Returns True on all ranks if a checkpoint is due. Collective."""
-        every = self._config.every
-        if every == "auto":
-            over = self._intervals is not None and self._intervals.is_over()
-            return bool(all_reduce_max({"due": float(over)})["due"])
-        return bool(every) and self._state.step % every == 0
-
     def save(self) -> None:
         """Begins a checkpoint of the run as it is now, unless this step has one. Collective."""
         if self._saved != self._state.step:
-            began = time.monotonic()
             extra = {"state": asdict(self._state), "identity": self._identity}
             self._writer.save(self._state.step, self._parts, extra, self._metrics, self._carried())
             self._saved = self._state.step
-            if self._intervals is not None:
-                self._intervals.saved(time.monotonic() - began)
 
     def finish(self) -> None:
         """Saves the run, and waits until the checkpoint is written. Collective."""
         self.save()
         self._writer.wait()
-        if self._intervals is not None:
-            self._intervals.note("end")
 
     def leave(self) -> None:
         """Saves, and then ends the run as SIGTERM does. Collective."""

@@ -210,7 +210,7 @@ class Report:
     rewards: list[float]  # mean reward of every step
     answers: list[dict[str, Any]]  # sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown
     memory: dict[str, dict[str, float]]  # side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB
-    paths: dict[str, Path]  # paths by name: "curves", "metrics"; a "model" in Hugging Face format is for `generate`
+    paths: dict[str, Path]  # paths by name, such as "metrics"; a "model" in Hugging Face format is for `generate`
     max_gap: float | None  # largest log-probability gap, trainer to engine, of all steps, nats; None: not measured
     verdict: list[str] = field(default_factory=list)  # from `trainer.run.verdict`; empty if the run has learned
 

@@ -244,7 +244,7 @@ class Alarms:
 
 
 class WandbCopy(Copy):
-    """The copy in Weights & Biases: metrics, some answers of each step, alerts, and the curves at the end."""
+    """The copy in Weights & Biases: metrics, some answers of each step, and alerts."""
 
     def __init__(self, settings: dict[str, Any], earlier: Rows, answers: Rows) -> None:
         """Continues or begins a run with these `settings`, keyword arguments of `wandb.init`.
@@ -284,8 +284,6 @@ class WandbCopy(Copy):
             elif what == "summary":
                 run.summary.update(values)
             else:
-                if (curves := Path(self._settings["dir"]) / "curves.png").is_file():
-                    run.log({"curves": sys.modules["wandb"].Image(str(curves))})
                 run.finish()
                 sys.modules["wandb"].teardown()  # also ends its service process
                 return

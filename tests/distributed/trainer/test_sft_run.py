@@ -92,7 +92,7 @@ def test_other_commands_accept_the_folder_of_a_warm_start(trained: Path) -> None
     result = (folder / "model" / "model.safetensors").read_bytes()
     assert (last / "model.safetensors").read_bytes() == result != (middle / "model.safetensors").read_bytes()
     record = read_record(folder)
-    assert state(record).startswith(f"{STEPS} steps in") and (folder / "curves.png").is_file()
+    assert state(record).startswith(f"{STEPS} steps in")
     assert "eval/loss" in [line[0] for line in figures(record.rows)]
     row = record.rows[-1]
     tokens = row["throughput/update_tokens_per_s_per_device"] * 2 * row["time/update"]

@@ -44,3 +44,12 @@ def test_truncated_sampling_is_refused_in_training(tmp_path: Path, key: str, val
     assert str(caught.value) == f"sampling.{key} is {value}, but {why}: leave it out"
     recipe.write_text("model: {path: m}\ndata: {path: d}\neval: {top_p: 0.9}\n")
     assert load_config(recipe, []).eval.top_p == 0.9
+
+
+def test_an_automatic_interval_of_checkpoints_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: m}\ndata: {path: d}\ncheckpoint: {every: auto}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, [])
+    remedy = "should be a number of steps, such as that of half an hour: auto is gone"
+    assert str(caught.value) == f"checkpoint.every is 'auto', but {remedy}"

@@ -101,16 +101,3 @@ def test_rollouts_are_given_up_after_half_of_the_grace_period(monkeypatch: pytes
         run.watchdog.called_for = partial(float, seconds)
         answers.append(run.keeper.late_to_leave())
     assert answers == [False, False, True]
-
-
-def test_automatic_saves_follow_the_interval_of_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    decisions = iter([True, False, False, True, False])
-    notes: list[str] = []
-    interval = SimpleNamespace(
-        is_over=lambda: next(decisions), saved=lambda cost: notes.append("saved"), note=notes.append
-    )
-    monkeypatch.setattr(module, "Intervals", lambda folder, ranks: interval)
-    run = Run(monkeypatch, every="auto")
-    assert [call[0] for call in run.steps(5)] == [1, 4]
-    run.keeper.finish()
-    assert notes == ["saved", "saved", "saved", "end"]

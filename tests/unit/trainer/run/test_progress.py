@@ -1,11 +1,8 @@
 """The display of a run in a terminal: rows, report, curves, memory."""
 
 import io
-import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from sharding.wire.staging import return_free_pages
-from tests.conftest import ROOT
 from trainer.run import meters, screen
 from trainer.run.meters import MemoryMeter
-from trainer.run.plots import compare, plot_curves
 from trainer.run.screen import WIDTH, Progress, Report, duration, remaining, sparkline
 
 FULL = {
@@ -112,7 +107,6 @@ def report(**changes: object) -> Report:
         "memory": {"trainer": {"at its peak": 0.61}, "engine": {"awake": 1.32, "asleep": 0.42}},
         "paths": {
             "model": Path("runs/demo/model"),
-            "curves": Path("runs/demo/curves.png"),
             "metrics": Path("runs/demo/metrics.jsonl"),
         },
         "max_gap": 2.1e-5,
@@ -131,7 +125,7 @@ def test_the_report_says_how_it_went_and_what_to_do_next() -> None:
     text = rendered(report())
     for expected in (
         *("40 steps in 1 min 41 s", "31.0%  →  93.8%", "at most 2.1e-05 nats", "0.61 GiB at its peak"),
-        *("1.32 GiB awake, 0.42 GiB asleep", "runs/demo/curves.png", "hotbunk generate runs/demo/model", "reward 0.00"),
+        *("1.32 GiB awake, 0.42 GiB asleep", "hotbunk generate runs/demo/model", "reward 0.00"),
     ):
         assert expected in text
     assert "42 [bold]really[/nothing]" in text and "\x1b" not in text  # an answer is text, whatever it looks like
@@ -155,17 +149,6 @@ def test_durations_and_sparklines_are_readable() -> None:
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([2.0, math.nan, 2.0], 5) == "▁▁" and sparkline([], 5) == ""
     assert len(sparkline([float(value) for value in range(1001)], 40)) == 40
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_curves_are_drawn_whatever_was_measured(tmp_path: Path, rows: int) -> None:
-    lines = [{"train/step": 0, "eval/accuracy": 0.3}]
-    for step in range(1, rows):
-        lines.append(
-            {"train/step": step, "gap/max": 0.0, "grad_norm": None, "time/rollout": 0.1} | (FULL if step > 2 else {})
-        )
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert plot_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
 def resident_gib() -> float:
@@ -205,29 +188,6 @@ def test_the_meter_works_where_the_peak_cannot_be_reset(monkeypatch: pytest.Monk
     with meter.phase("update"):
         pass
     assert meter.metrics()["memory/trainer_gib_update"] >= resident_gib() - 0.01
-
-
-def test_runs_are_compared_by_accuracy_and_smoothed_reward() -> None:
-    rewards = {"one": [1.0, 0.0, 2.0, 4.0, 3.0], "other": [5.0]}
-    runs = {name: [{"train/step": n + 1, "reward/mean": r} for n, r in enumerate(rs)] for name, rs in rewards.items()}
-    runs["one"] += [{"train/step": 6, "eval/accuracy": 0.5}, {"train/step": 7, "reward/mean": None}]
-    held_out, training = compare(runs, window=3).axes
-    assert [(line.get_label(), list(line.get_ydata())) for line in held_out.lines] == [("one", [0.5])]
-    assert [(line.get_label(), list(line.get_ydata())) for line in training.lines] == [
-        ("one", [1.0, 0.5, 1.0, 2.0, 3.0]),
-        ("other", [5.0]),
-    ]
-
-
-def test_compare_draws_a_picture_and_refuses_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"train/step": 1, "reward/mean": 0.5}\n')
-    script = [sys.executable, str(ROOT / "scripts" / "compare.py"), "--out", "both.png"]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    done = subprocess.run([*script, "run"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG"), done.stderr
-    done = subprocess.run([*script, "run", "absent"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "absent has no metrics.jsonl" in done.stderr
 
 
 def test_only_a_terminal_shows_the_current_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from trainer.commands.report_page import page_data
 from trainer.commands.report_record import read_record, state
 from trainer.config.schema import TrackingConfig
 from trainer.run import records
-from trainer.run.plots import plot_curves
 from trainer.run.tracking import make_tracker
 
 FILES = ("metrics.jsonl", "completions.jsonl")
@@ -96,8 +95,6 @@ def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(
             (folder / file).write_bytes(torn if file == name else contents[file])
         if any(is_whole(start, end) for start, end, _ in lines_of(contents["metrics.jsonl"])):
             assert page_data([read_record(folder)])
-        if number == 60:
-            plot_curves(folder)
         record(folder, range(CHECKPOINT + 1, STEPS), resumed_from=CHECKPOINT)
         for file in FILES:
             kept = [
