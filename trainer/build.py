@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
 
+from generation.engine.allocator import plain_segments
 from generation.engine.engine import Leader
 from generation.importing import load
 from sharding.manager import ShardingManager
@@ -71,7 +72,11 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
     updates = config.run.steps * updates_asked(config)
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
-    policy = make_policy(config.model, config.policy, device, updates, config.lora, value_head=head, in_place=in_place)
+    exported = config.sync.way == "pull"  # engines read the weights where they are
+    with plain_segments() if exported else nullcontext():
+        policy = make_policy(
+            config.model, config.policy, device, updates, config.lora, value_head=head, in_place=in_place
+        )
     reference: Scorer | None = None
     if config.lora.rank and algorithm.kl_coef and not algorithm.teacher:
         reference = BaseOfPolicy(policy)

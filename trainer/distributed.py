@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from generation.engine.allocator import use_expandable_segments
 from generation.engine.devices import cuda_problem
 from sharding.ranks import EVERYBODY, exchange, is_main, set_everybody, share_pids, world_size
 from sharding.wire.group import own_address
@@ -90,6 +91,7 @@ def init_process_group(
         cuda = False
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        use_expandable_segments()
         torch.set_float32_matmul_precision("highest")  # TF32 would be apart from the engine's products
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     crew, first, size = _store, 0, world - apart

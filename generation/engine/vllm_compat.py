@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from generation import shims
+from generation.engine.allocator import ALLOCATOR_VARIABLES, without_expandable_segments
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
 from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
@@ -63,6 +64,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # as this process counts
         names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        for variable in ALLOCATOR_VARIABLES:
+            if variable in os.environ:
+                env[variable] = without_expandable_segments(os.environ[variable])
         if settings.dtype == "float32":
             # Attention in float32 is Triton's (vllm/v1/attention/ops/triton_unified_attention.py), whose products are
             # rounded to TF32 by default. Triton compiles anew when the variable changes.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from generation.engine.allocator import plain_segments
 from sharding.ranks import agreed, exchange, machine, rank
 from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, ShardedSource
@@ -27,8 +28,8 @@ from sharding.wire.staging import STAMP_BYTES, MemoryFile, bytes_of, cuda_handle
 class Export:
     """This rank's shards, in memory that other processes of its machine can map for as long as the run lasts.
 
-    On CPU the shards are moved into a memory file; on CUDA they stay where they are. Behind them lies a stamp, see
-    `Pull`.
+    On CPU the shards are moved into a memory file; on CUDA they stay where they are, in plain segments of torch's
+    allocator (see `trainer.build`). Behind them lies a stamp, see `Pull`.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Export:
                 storages[address].append(tensor)
         if unmoved := [name for name, part in self._held().items() if not storages[_storage(part)]]:
             raise SyncError(f"the policy does not say what shares the memory of {first_names(unmoved)}")
-        self._stamp = torch.zeros(STAMP_BYTES, dtype=torch.uint8, device=device)
+        with plain_segments():
+            self._stamp = torch.zeros(STAMP_BYTES, dtype=torch.uint8, device=device)
         if device.type == "cpu":
             self._move(list(storages.values()))
         parts = self._held()

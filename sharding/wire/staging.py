@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from generation.engine.allocator import plain_segments
 from sharding.wire.channel import SyncError
 
 BUFFERS = 2
@@ -172,7 +173,8 @@ class CudaIpcStaging:
     """Two staging `buffers` on CUDA from torch's allocator, and their `handle` once they are exported."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        with plain_segments():
+            self.buffers = local_buffers([], nbytes, device)
         self.handle: dict[str, Any] = {}
 
     def export(self) -> None:

@@ -26,7 +26,8 @@ if [ -n "$python" ]; then
 fi
 for part in state driver runtime streams nvml; do gcc "${flags[@]}" -c $part.c -o "$out/$part.o"; done
 if [ -n "$python" ]; then
-    grep -ohE 'CUDAAPI cu[A-Z][A-Za-z0-9_]*' "$cuda/include/cuda.h" | awk '{print $2; print $2 "_v2"}' |
+    # `_v2` only where there is one: cuGetProcAddress prefers it, and a stub would hide what is implemented.
+    grep -ohE '(CUDAAPI cu[A-Z][A-Za-z0-9_]*|\bcu[A-Z][A-Za-z0-9]*_v2\b)' "$cuda/include/cuda.h" | awk '{print $NF}' |
         make_stubs "$out/cuda_stubs.c" "$out"/{state,driver}.o
     nm -D --defined-only "$cuda"/lib/real_libcudart.so.13 | awk '$2 == "T" {sub("@.*", "", $3); print $3}' |
         make_stubs "$out/cudart_stubs.c" "$out"/{runtime,streams}.o

@@ -23,14 +23,10 @@ import psutil
 from rich.measure import Measurement
 from rich.table import Table
 
+from generation.engine.allocator import ALLOCATOR_VARIABLES
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
 from trainer.config.checks import find_problems, models_of
-from trainer.config.machine import (
-    ALLOCATOR_VARIABLES,
-    FLOAT32_VARIABLES,
-    float32_products,
-    without_expandable_segments,
-)
+from trainer.config.machine import FLOAT32_VARIABLES, float32_products
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.section import path_argument
@@ -259,14 +255,13 @@ def _room(what: str, free_gib: float, of: str, look_with: str) -> Finding:
 
 
 def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
-    wanted = "no expandable_segments, no cudaMallocAsync"
+    wanted = "no cudaMallocAsync"
     if not allocator:
         yield Finding("allocator", "torch's defaults", wanted, "ok")
     for name, setting in allocator.items():
-        kept = without_expandable_segments(setting)
         asynchronous = "cudamallocasync" in setting.lower()
-        remedy = (f"set {name} to {kept!r}" if kept else f"unset {name}") + ": sleep mode and CUDA IPC cannot use it"
-        yield _finding("allocator", f"{name}={setting}"[:80], wanted, kept is None and not asynchronous, remedy)
+        remedy = f"leave the backend out of {name}: CUDA IPC cannot export memory of cudaMallocAsync"
+        yield _finding("allocator", f"{name}={setting}"[:80], wanted, not asynchronous, remedy)
 
 
 def _judge_float32(variables: Mapping[str, str]) -> Finding:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from generation import shims
+from generation.engine.allocator import ALLOCATOR_VARIABLES
 from generation.engine.devices import cuda_problem, gpu_visible, sharing_problems, torch_cuda
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError, quoted
@@ -19,7 +20,6 @@ _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RAN
 """The variables that torchrun sets for a rank, with the least value of each."""
 
 FLOAT32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; of Linux's 4095 for a path, the run's files need some
 
 
@@ -116,13 +116,6 @@ def float32_products(environ: Mapping[str, str]) -> str:
     return ", ".join(["highest precision", *settings])
 
 
-def without_expandable_segments(setting: str) -> str | None:
-    """An allocator setting without the option expandable_segments; None if the option is not switched on."""
-    options = [option.strip() for option in re.split(r",(?![^\[]*\])", setting)]  # lists in brackets hold commas, too
-    kept = [option for option in options if not re.fullmatch(r"expandable_segments\s*:\s*true", option, re.IGNORECASE)]
-    return None if kept == options else ",".join(kept)
-
-
 def check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
     """Yields problems with using CUDA as the recipe asks, and with sharing its memory between processes."""
     problem, asked = cuda_problem(), config.run.device
@@ -134,8 +127,5 @@ def check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[st
         ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", "1"))
         yield from sharing_problems(ranks, config.engine.tensor_parallel_size, environ)
     for variable in ALLOCATOR_VARIABLES:
-        if (kept := without_expandable_segments(environ.get(variable, ""))) is not None:
-            remedy = f"set it to {kept!r}" if kept else "unset it"
-            yield f"{variable} switches on expandable_segments, which sleep mode and CUDA IPC cannot use: {remedy}"
         if re.search(r"backend\s*:\s*cudaMallocAsync", environ.get(variable, "")):
             yield f"{variable} sets backend:cudaMallocAsync, whose memory has no CUDA IPC: leave the backend out"

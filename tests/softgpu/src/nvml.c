@@ -59,4 +59,6 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, void 
 int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) { *count = 0; return 0; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, pci_t *pci) { return NOT_SUPPORTED; }
-int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NOT_SUPPORTED; }
+/* torch asks before it makes expandable segments; all zero is a device that is in no fabric */
+typedef struct { unsigned version; unsigned char cluster[16]; int status; unsigned clique; unsigned char state; unsigned health; } fabric_v2_t;
+int nvmlDeviceGetGpuFabricInfoV(void *device, fabric_v2_t *info) { *info = (fabric_v2_t){.version = info->version}; return 0; }

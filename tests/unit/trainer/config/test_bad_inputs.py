@@ -148,10 +148,10 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "top-k sampling": (nothing, ["--sampling.top_k", "20"], "sampling.top_k is 20, but when sampling is truncated"),
     "greedy training": (nothing, ["--sampling.temperature", "0"], "sampling.temperature is 0"),
     "no GPU": (nothing, ["--run.device", "cuda"], "run.device is cuda, but this machine shows no NVIDIA GPU"),
-    "expandable segments": (
+    "allocator without IPC": (
         nothing,
         ["--run.device", "cuda"],
-        "PYTORCH_CUDA_ALLOC_CONF switches on expandable_segments",
+        "PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync",
     ),
     "no such model": (nothing, ["--model.path", "{0}/absent"], "model.path: there is no folder"),
     "model without config": (remove("model/config.json"), [], "holds no config.json"),
@@ -221,8 +221,8 @@ def test_bad_input_ends_in_one_sentence(
     spoil(folder)
     if case != "no GPU":
         monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
-    if case == "expandable segments":
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if case == "allocator without IPC":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     words = [word.replace("{0}", str(folder)) for word in arguments]
     assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *words]) == 2
     captured = capsys.readouterr()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.config.checks import check_config, models_of
-from trainer.config.machine import resolve_device, without_expandable_segments
+from trainer.config.machine import resolve_device
 from trainer.config.model_file import is_multimodal, model_config
 from trainer.config.prefixes import with_chosen_prefixes
 from trainer.config.schema import TrainConfig
@@ -191,32 +191,11 @@ def test_each_problem_names_its_key(config: dict, changes: dict, world: int, sen
     assert re.search(sentence, messages[0]), messages[0]
 
 
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
-@pytest.mark.parametrize(
-    ("setting", "kept"),
-    [
-        ("expandable_segments:True", ""),
-        (" expandable_segments : true ", ""),
-        ("max_split_size_mb:128,expandable_segments:True", "max_split_size_mb:128"),
-        (
-            "expandable_segments:True,roundup_power2_divisions:[256:1,512:2],garbage_collection_threshold:0.8",
-            "roundup_power2_divisions:[256:1,512:2],garbage_collection_threshold:0.8",
-        ),
-        ("expandable_segments:False", None),
-        ("max_split_size_mb:128", None),
-        ("", None),
-    ],
-)
-def test_expandable_segments_are_refused_on_cuda(
-    config: dict, variable: str, setting: str, kept: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", ["staged", "pull", "zero_copy"])
+def test_no_way_of_syncing_refuses_expandable_segments(config: dict, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
-    assert without_expandable_segments(setting) == kept
-    messages = problems(config, {"run": {"device": "cuda"}}, **{variable: setting})
-    remedy = "unset it" if kept == "" else f"set it to {kept!r}"
-    reason = "switches on expandable_segments, which sleep mode and CUDA IPC cannot use"
-    assert messages == ([] if kept is None else [f"{variable} {reason}: {remedy}"])
-    assert problems(config, {"run": {"device": "cpu"}}, **{variable: setting}) == []
+    keys: dict = {"run": {"device": "cuda"}, "sync": {"way": way}, "policy": {"offload": "none"}}
+    assert problems(config, keys, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") == []
 
 
 def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
