@@ -125,7 +125,7 @@ CHECKS = (
     ),
     Check(
         "graphs", 110, (*TRAINER, "new_torch", "vllm", "gpu"), "memory of the engine, awake and asleep",
-        (*RUN, "graphs", "--engine.enforce_eager", "false", "--engine.extra", "{sleep_mode_offload_cudagraph: true}"),
+        (*RUN, "graphs", "--engine.enforce_eager", "false", "--engine.deep_sleep", "true"),
     ),
     Check(
         "start", 60, (*TESTS, "new_torch", "vllm"), "at most 1.05 x the plan",

@@ -56,6 +56,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
         seed=config.run.seed,
         sleep=engine.sleep and not place.remote,
+        deep_sleep=engine.deep_sleep,
         shared_weights=shares_memory,
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),

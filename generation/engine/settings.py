@@ -41,6 +41,7 @@ OWN_ARGUMENTS = {
     "enable_lora": "lora.rank",
     "kv_cache_memory_bytes": "engine.kv_cache_gib",
     "enable_sleep_mode": "engine.sleep",
+    **dict.fromkeys(("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend"), "engine.deep_sleep"),
     "enable_return_routed_experts": "model.routes",
     "aux_output_config": "model.routes",
     **{name: f"engine.{name}" for name in _SAME_NAME},
@@ -117,6 +118,7 @@ class EngineSettings:
             vLLM's kernel for experts. Updates are then in place, as on CUDA; models of a few million parameters are
             faster, those from about 100 million on are slower.
         sleep: free the engine's memory while the trainer works.
+        deep_sleep: on CUDA, sleep also moves CUDA graphs to host memory, and frees the buffers of NCCL.
         shared_weights: the trainer computes with this engine's weights, which therefore cannot sleep.
         fp32_head: compute logits in float32 whatever `dtype` is.
         lora_rank: answer with a LoRA adapter of at most this rank, once the trainer has sent one; 0: no adapters.
@@ -142,6 +144,7 @@ class EngineSettings:
     load_format: str = "auto"
     seed: int = 0
     sleep: bool = True
+    deep_sleep: bool = False
     shared_weights: bool = False
     trust_remote_code: bool = False
     device_indices: tuple[int, ...] = ()

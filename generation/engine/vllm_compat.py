@@ -168,13 +168,17 @@ def fork_engines() -> Callable[[], None]:
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return keyword arguments of `AsyncEngineArgs`; none that changes what is sampled is left to a default."""
+    # The CPU platform refuses sleep mode (vllm/platforms/interface.py); the worker extension sleeps instead.
+    sleeps = settings.sleep and not settings.on_cpu
+    deeply = sleeps and settings.deep_sleep
     arguments: dict[str, Any] = {name: getattr(settings, field) for name, field in VLLM_NAMES.items()} | {
         "tokenizer": settings.tokenizer or settings.model,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": settings.worker_extension or "",
-        # The CPU platform refuses sleep mode (vllm/platforms/interface.py); the worker extension sleeps instead.
-        "enable_sleep_mode": settings.sleep and not settings.on_cpu,
+        "enable_sleep_mode": sleeps,
+        "sleep_mode_offload_cudagraph": deeply,
+        "enable_nccl_comm_suspend": deeply and settings.tensor_parallel_size > 1,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "disable_log_stats": True,
         "enable_prefix_caching": True,

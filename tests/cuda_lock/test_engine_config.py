@@ -57,6 +57,13 @@ def test_an_engine_is_spawned_on_runner_v2_sleeps_by_cumem_and_reads_8192_tokens
     [
         ({"worker_class": SHARING_WORKER}, lambda c: c.parallel_config.worker_cls == SHARING_WORKER),
         ({"tensor_parallel_size": 2, "device_indices": (0, 1)}, lambda c: c.parallel_config.world_size == 2),
+        ({}, lambda c: not c.use_cumem_cudagraph_pool and not c.model_config.enable_nccl_comm_suspend),
+        ({"deep_sleep": True, "enforce_eager": False}, lambda c: c.use_cumem_cudagraph_pool),
+        ({"deep_sleep": True}, lambda c: not c.model_config.enable_nccl_comm_suspend),
+        (
+            {"deep_sleep": True, "tensor_parallel_size": 2, "device_indices": (0, 1)},
+            lambda c: c.model_config.enable_nccl_comm_suspend,
+        ),
         ({"fp32_head": True}, lambda c: str(c.model_config.head_dtype) == "torch.float32"),
         ({"lora_rank": 12}, lambda c: c.lora_config.max_lora_rank == 16),
         ({"dtype": "float32"}, lambda c: str(c.model_config.dtype) == "torch.float32"),

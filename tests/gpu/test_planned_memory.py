@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 
 ANSWERS = 8
 ESTIMATED = "CUDA and NCCL"  # what the plan works out from nothing
-STARTED = (ESTIMATED, "engine: CUDA and its graphs")  # what exists once an engine sleeps and the trainer has a context
+STARTED = (ESTIMATED, "engine: CUDA, graphs, NCCL")  # what exists once an engine sleeps and the trainer has a context
 
 
 @contextmanager

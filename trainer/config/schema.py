@@ -178,6 +178,11 @@ class EngineConfig(Section):
     )  # fmt: skip
     plain_cpu_weights: bool = key(False, "CPU only: keep weights unpacked; faster for small models")
     sleep: bool = key(True, "release the engine's memory while the policy trains")
+    deep_sleep: bool = key(
+        False,
+        "CUDA only: while an engine sleeps, its CUDA graphs wait in host memory, and NCCL's buffers are freed; no GPU "
+        "has run it yet",
+    )
     start_timeout_s: Seconds = key(600, "seconds that an engine may take to start")
     restarts: Natural = key(3, "most restarts of dead engines within an hour; one more death ends the run")
     logits_processors: list[str | dict[str, str]] = key(

@@ -2,7 +2,7 @@
 
 from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
-from trainer.estimates.memory import MemoryPart, activation_bytes, engine_dtype, updates_on_host
+from trainer.estimates.memory import MemoryPart, activation_bytes, engine_dtype, graph_bytes, updates_on_host
 from trainer.estimates.model_sizes import ModelSizes, compute_width, model_sizes, optimizer_bytes, shard, shards_of
 from trainer.policy.module import AutoValueModel
 
@@ -13,7 +13,8 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
     """The bytes of a rank with a CUDA device that wait in host memory, without the rounding up of page-locked memory.
 
     They are what `policy.update_on: host`, `policy.offload`, `policy.offload_activations` and
-    `policy.offload_reference` keep there, and the weights that vLLM sets aside while an engine with adapters sleeps.
+    `policy.offload_reference` keep there, and what vLLM sets aside while an engine sleeps: the weights under adapters,
+    and CUDA graphs with `engine.deep_sleep`.
     """
     generating = training = 0.0
     if resolve_device(config) == "cuda":
@@ -34,6 +35,8 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
             generating, training = generating + kept, training + kept
         if config.lora.engines_apply and engine.sleep:
             training += engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
+        if engine.sleep and engine.deep_sleep:
+            training += graph_bytes(config)
         if policy.offload_activations:
             unmoved = policy.model_copy(update={"offload_activations": False})
             staying, total = (activation_bytes(config, keys, model, ranks)[1] for keys in (policy, unmoved))

@@ -158,18 +158,36 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
     asleep = 0 if engine.sleep else 1
     first, later = (staging_bytes(config, model, ranks, cut) for cut in (False, True))
     staging_remark = "during a sync" + (f", {first / GIB:.2f} the first time" if first > later else "")
-    held = _CONTEXT + (0 if engine.enforce_eager else _GRAPHS) if resolve_device(config) == "cuda" else 0
+    held, held_asleep = _engine_process_bytes(config)
     # Each rank casts its shards of a bucket before they are gathered.
     casts = first / BUFFERS / shards_of(config.policy, ranks)
     weights_asleep = weights if way(config).shares_memory else asleep * weights
     kv_asleep = asleep * kv_cache
-    held_remark = "by estimate; also while it sleeps" if held else ""
+    held_remark = f"by estimate; {held_asleep / GIB:.1f} while it sleeps" if held else ""
     return [
         MemoryPart("engine: weights", weights, weights_asleep, starting=weights),
         MemoryPart("engine: KV cache", kv_cache, kv_asleep, fitting, starting=kv_asleep),
-        MemoryPart("engine: CUDA and its graphs", held, held, held_remark, starting=held),
+        MemoryPart("engine: CUDA, graphs, NCCL", held, held_asleep, held_remark, starting=held),
         MemoryPart("staging buffers", later, 0, staging_remark, starting=first + casts),
     ]
+
+
+def _engine_process_bytes(config: TrainConfig) -> tuple[float, float]:
+    """Bytes that an engine's process has on its device besides weights and KV cache: awake, and while it sleeps."""
+    engine = config.engine
+    if resolve_device(config) == "cpu":
+        return 0, 0
+    freed = graph_bytes(config)
+    if engine.tensor_parallel_size > 1:
+        freed += _COMMUNICATOR
+    awake = _CONTEXT + freed
+    return awake, _CONTEXT if engine.sleep and engine.deep_sleep else awake
+
+
+def graph_bytes(config: TrainConfig) -> float:
+    """Bytes of an engine's CUDA graphs on each of its ranks, by estimate."""
+    eager = config.engine.enforce_eager or resolve_device(config) == "cpu"
+    return 0 if eager else _GRAPHS
 
 
 def over_budget(

@@ -83,6 +83,22 @@ def test_an_engine_on_cuda_never_allocates_expandable_segments(monkeypatch: pyte
     assert not any(name.endswith("ALLOC_CONF") for name in engine_environment(CPU))
 
 
+@pytest.mark.parametrize(
+    ("changes", "graphs", "communicators"),
+    [
+        ({}, False, False),
+        ({"deep_sleep": True}, True, False),
+        ({"deep_sleep": True, "tensor_parallel_size": 2, "device_indices": (0, 1)}, True, True),
+        ({"deep_sleep": True, "sleep": False}, False, False),
+        ({"deep_sleep": True, "device_indices": ()}, False, False),
+    ],
+)
+def test_a_deep_sleep_is_of_graphs_and_of_several_devices(changes: dict, graphs: bool, communicators: bool) -> None:
+    arguments = engine_arguments(replace(CUDA, **changes))
+    assert arguments["sleep_mode_offload_cudagraph"] is graphs
+    assert arguments["enable_nccl_comm_suspend"] is communicators
+
+
 def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself

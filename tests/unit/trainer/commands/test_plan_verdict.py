@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
-from trainer.estimates.memory import engine_parts, over_budget, staging_bytes, trainer_parts
+from trainer.estimates.host_memory import host_part
+from trainer.estimates.memory import GIB, engine_parts, over_budget, staging_bytes, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 
 
@@ -38,6 +39,27 @@ def test_a_start_needs_the_policys_and_the_engines_weights(tiny_qwen2: Path, off
     assert starting["staging buffers"] == 1.5 * buffers, "a bucket is also cast, before it is copied"
     for absent in ("engine: KV cache", "reference: weights", "policy: gradients", "activations", "logits"):
         assert starting[absent] == 0, absent
+
+
+@pytest.mark.parametrize(
+    ("keys", "awake", "asleep", "on_host"),
+    [
+        ({"enforce_eager": False}, 3.0, 3.0, 0.0),
+        ({"enforce_eager": False, "tensor_parallel_size": 2}, 3.5, 3.5, 0.0),
+        ({"enforce_eager": False, "tensor_parallel_size": 2, "deep_sleep": True}, 3.5, 0.5, 2.5),
+        ({"enforce_eager": True, "deep_sleep": True}, 0.5, 0.5, 0.0),
+        ({"enforce_eager": False, "deep_sleep": True, "sleep": False}, 3.0, 3.0, 0.0),
+    ],
+)
+def test_what_stays_of_a_sleeping_engine_is_counted(
+    tiny_qwen2: Path, keys: dict[str, Any], awake: float, asleep: float, on_host: float
+) -> None:
+    """In GiB: a context 0.5, graphs 2.5, and 0.5 for NCCL between the devices of an engine."""
+    config = recipe(tiny_qwen2, run={"device": "cuda"}, engine=keys)
+    sizes = model_sizes(config, config.model.path)
+    part = {part.name: part for part in engine_parts(config, sizes, 2, 80.0)}["engine: CUDA, graphs, NCCL"]
+    assert (part.starting, part.generating, part.training) == (awake * GIB, awake * GIB, asleep * GIB)
+    assert host_part(config, sizes, 2).training == on_host * GIB
 
 
 def test_remedies_act_on_the_largest_parts_and_are_not_set_yet(tiny_qwen2: Path) -> None:
