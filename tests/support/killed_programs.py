@@ -4,11 +4,13 @@
 
 A program is killed by SIGKILL some time after one of the events that it passes: its start, the first process of an
 engine, the engine's readiness, its use. Ten seconds later no process, no shared memory and no socket may be left.
+A program that has ended before its kill is tried again. At the end a table has a row for each kind.
 """
 
 import argparse
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -26,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GONE_SECONDS = 10.0
 _EVENT_SECONDS = 600.0  # the longest wait for an event on a busy machine
 _SHARED_MEMORY = "/dev/shm/"
+_READY = re.compile(r"^(ready|step 0|0 )", re.MULTILINE)  # the loops print their first step
+_USED = re.compile(r"^(used|step 0|0 )", re.MULTILINE)
+_TRIES = 3  # of a kill whose program ends before
 _SMALL = (
     "max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, dtype='float32', verbose=False, compile=False"
 )
@@ -55,12 +60,19 @@ while True:
     generation.generate(data)
     print("used", flush=True)
 """
+_REINFORCE = """
+import runpy
+import sys
+names = runpy.run_path(PATH)
+names["main"].__globals__["STEPS"] = 1000
+names["main"]()
+"""
 PROGRAMS = {
     "service": _SERVICE.replace("BACKEND", "'local'"),
     "ray": _SERVICE.replace("BACKEND", "'ray'"),
     "generation": _GENERATION,
     "accelerate": ROOT / "scripts/examples/accelerate_loop.py",
-    "reinforce": ROOT / "scripts/examples/reinforce_loop.py",
+    "reinforce": _REINFORCE.replace("PATH", repr(str(ROOT / "scripts/examples/reinforce_loop.py"))),
 }
 """The kinds of program: texts, or files; each takes the folder of a model."""
 
@@ -87,6 +99,7 @@ class Program:
             script = program
         steps = ["--steps", "1000"] if kind == "accelerate" else []
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+        environment["PYTHONUNBUFFERED"] = "1"  # an event is seen when it is printed
         output = (folder / "output").open("wb")
         command = [sys.executable, str(script), str(model), *steps]
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
@@ -109,14 +122,14 @@ class Program:
         passed: dict[str, Callable[[], bool]] = {
             "start": lambda: True,
             "engine": lambda: any("spawn_main" in " ".join(_command(p)) for p in self.family.values()),
-            "ready": lambda: any(word in output.read_text() for word in ("ready", "step 0", "\n0 ")),
-            "used": lambda: any(word in output.read_text() for word in ("used", "step 0", "\n0 ")),
+            "ready": lambda: _READY.search(output.read_text()) is not None,
+            "used": lambda: _USED.search(output.read_text()) is not None,
         }
         deadline = time.monotonic() + _EVENT_SECONDS
         while not passed[event]():
             self.look()
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"no event {event!r}: {output.read_text()[-2000:]}")
+                raise RuntimeError(f"no event {event!r}: {output.read_text()[-1000:]}")
             time.sleep(0.1)
 
     def leftovers(self) -> list[str]:
@@ -153,8 +166,11 @@ def _below(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-def kill(kind: str, model: Path, event: str, delay: float, gone_seconds: float = GONE_SECONDS) -> list[str]:
-    """Start a program, kill it `delay` seconds after the event, and return what is left after `gone_seconds`."""
+def kill(kind: str, model: Path, event: str, delay: float, gone_seconds: float = GONE_SECONDS) -> list[str] | None:
+    """Start a program, kill it `delay` seconds after the event, and return what is left after `gone_seconds`.
+
+    Return None where the program has ended before. Raises RuntimeError where it ends before the event.
+    """
     with tempfile.TemporaryDirectory(prefix="k-", dir="/tmp", ignore_cleanup_errors=True) as name:
         program = Program.start(kind, model, Path(name))
         try:
@@ -166,36 +182,55 @@ def kill(kind: str, model: Path, event: str, delay: float, gone_seconds: float =
         finally:
             program.look()
             program.process.send_signal(signal.SIGKILL)
-            program.process.wait()
+            status = program.process.wait()
         deadline = time.monotonic() + gone_seconds
         while (left := program.leftovers()) and time.monotonic() < deadline:
             time.sleep(0.25)
         for process in program.family.values():
             with suppress(psutil.Error):
                 process.kill()
-        return left
+        return left if status == -signal.SIGKILL else None
+
+
+def kill_at_random(kind: str, model: Path, number: int, dice: random.Random) -> list[str] | None:
+    """Kill a program of this kind at the event that is due for this number, and print what is left.
+
+    Return None where the program has ended before each of some tries.
+    """
+    event = EVENTS[number % len(EVENTS)]
+    for _ in range(_TRIES):
+        delay = dice.uniform(0.0, 8.0 if event in ("start", "engine") else 1.0)
+        began = time.monotonic()
+        try:
+            left = kill(kind, model, event, delay)
+        except RuntimeError as error:
+            print(f"{kind} {number}: {error}", flush=True)
+            continue
+        outcome = "had ended" if left is None else "; ".join(left) or "nothing left"
+        print(f"{kind} {number}: {event} + {delay:.2f} s ({time.monotonic() - began:.0f} s): {outcome}", flush=True)
+        if left is not None:
+            return left
+    return None
 
 
 def main() -> int:
-    """Kill programs as the arguments say, print a line for each, and return 1 if one has left something."""
+    """Kill programs as the arguments say, and return 1 if one has left something or could not be killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--kinds", nargs="+", default=[*PROGRAMS], choices=[*PROGRAMS])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    failures = 0
+    rows = []
     for kind in arguments.kinds:
         dice = random.Random(f"{arguments.seed} {kind}")
-        for number in range(arguments.kills):
-            event = EVENTS[number % len(EVENTS)]
-            delay = dice.uniform(0.0, 8.0 if event in ("start", "engine") else 1.0)
-            began = time.monotonic()
-            left = kill(kind, arguments.model.resolve(), event, delay)
-            failures += bool(left)
-            outcome = "; ".join(left) or "nothing left"
-            print(f"{kind} {number}: {event} + {delay:.2f} s ({time.monotonic() - began:.0f} s): {outcome}", flush=True)
-    return int(failures > 0)
+        outcomes = [kill_at_random(kind, arguments.model.resolve(), number, dice) for number in range(arguments.kills)]
+        valid = [left for left in outcomes if left is not None]
+        rows.append((kind, len(valid), sum(bool(left) for left in valid)))
+    print("\n| kind | kills | something left |\n|---|---|---|")
+    for row in rows:
+        print("| {} | {} | {} |".format(*row))
+    return int(any(kills < arguments.kills or failures for _, kills, failures in rows))
 
 
 if __name__ == "__main__":
