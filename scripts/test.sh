@@ -5,6 +5,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh || exit
+.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --group torchrl ||
+    echo "test: TorchRL could not be installed: the tests of its clients are skipped" >&2
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import PyTorch, and compiling it each time would take longer than the tests
 
 status=0

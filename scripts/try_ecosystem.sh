@@ -26,8 +26,8 @@ beside() {
     environment libraries "$@"
 }
 torchrl() {
-    beside torchrl==0.14.1 &&
-        PYTHONPATH=$own .venv/bin/python -m pytest -n 0 tests/engine/generation/compat/test_torchrl_client.py
+    .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --group torchrl &&
+        .venv/bin/python -m pytest -n 0 tests/engine/generation/compat/test_torchrl_client.py
 }
 if [ "$*" = torchrl ]; then
     torchrl

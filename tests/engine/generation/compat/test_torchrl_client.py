@@ -1,6 +1,6 @@
 """TorchRL's own client classes, unmodified, with our service as their engine.
 
-Skipped if TorchRL is not installed; `bash scripts/try_ecosystem.sh torchrl` installs it, and runs these tests.
+Skipped if TorchRL is not installed; `scripts/test.sh` and `bash scripts/try_ecosystem.sh torchrl` install it.
 """
 
 from collections.abc import Iterator
