@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 _MESSAGE_LIMIT = 4000  # characters of an error message that travel to the other ranks
+_JOINED_TIMEOUT = timedelta(minutes=10)  # as torch's for NCCL; gloo's would be 30
 _ENDING_SECONDS = 3.0  # a process that dies closes its connections a little before it counts as ended
 _processes: list[tuple[str, int]] = []  # of each rank: the machine, see `machine`, and the process's number there
 
@@ -57,6 +59,14 @@ def set_everybody(group: dist.ProcessGroupGloo | None) -> None:
     None: there are no crews.
     """
     EVERYBODY.channel = group
+
+
+def join_over_gloo() -> None:
+    """Join the ranks over gloo where torch's default group is for GPUs alone, as Accelerate's is. Collective."""
+    if dist.is_initialized() and "cpu" not in dist.get_backend_config():
+        group = dist.new_group(backend="gloo", timeout=_JOINED_TIMEOUT)
+        CREW.channel = group
+        EVERYBODY.channel = group
 
 
 def rank(among: Ranks = CREW) -> int:

@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from sharding.ranks import join_over_gloo
 from sharding.send.source import FsdpWeightSource
 from trainer.errors import UserError
 from trainer.policy.buffers import sent_buffers
@@ -27,8 +28,10 @@ class PreparedPolicy(Offloadable):
     ) -> None:
         """Wraps model and optimizer; `offload` names the GPU memory that is put away while the engine is awake.
 
+        Collective, since the ranks are joined over gloo where Accelerate has joined them over NCCL alone.
         Raises UserError for DeepSpeed with `offload`, since only DeepSpeed can move its buffers.
         """
+        join_over_gloo()
         self._prepared = model
         self._steps = 0
         self.model = extract_model_from_parallel(model, keep_torch_compile=False)

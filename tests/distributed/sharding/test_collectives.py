@@ -21,6 +21,7 @@ from sharding.ranks import (
     all_reduce_sum,
     all_to_all_bytes,
     exchange,
+    join_over_gloo,
     send_to_all,
     sum_counts,
 )
@@ -35,6 +36,23 @@ RANKS = 3
 def test_exchanges_equal_what_plain_python_computes_and_execute_nothing(tmp_path: Path) -> None:
     run_ranks(exchanges, RANKS, arguments=[str(tmp_path / "made by a pickle")])
     assert not any(tmp_path.iterdir())
+
+
+def test_ranks_whose_group_is_for_gpus_alone_are_joined_over_gloo() -> None:
+    run_ranks(joined_over_gloo, 2)
+
+
+def joined_over_gloo() -> None:
+    """Accelerate's group has NCCL alone; this one has another backend, but for GPUs alone as well."""
+    dist.init_process_group("cuda:gloo")
+    number = dist.get_rank()
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        exchange(number)
+    join_over_gloo()
+    assert exchange(number) == [0, 1]
+    payloads = [bytes([number, other]) for other in range(2)]
+    assert all_to_all_bytes(payloads) == [bytes([other, number]) for other in range(2)]
+    agree(None, "joining")
 
 
 class MakesAFolder:
