@@ -1,6 +1,7 @@
 """Usage of three pages as files: modules without a guard, which just end.
 
-Changed are the imports, the models' names, and the sizes.
+Changed are the imports, the models' names, and the sizes. The pieces of verl's thread are parts of a
+recipe, and no program.
 """
 
 import os
@@ -68,13 +69,45 @@ sampling_params = SamplingParams(temperature=0.7, max_tokens=100)
 result = service.generate("Hello, world!", sampling_params)
 print(isinstance(result.outputs[0].text, str))
 """
+NEMO_RL_ASYNC = """
+import asyncio
+from types import SimpleNamespace
+
+import torch
+from generation import BatchedDataDict, VllmAsyncGenerationWorker, VllmConfig, replace_prefix_tokens
+
+config = VllmConfig(backend="vllm", model_name=MODEL, max_new_tokens=8, temperature=1.0)
+config["vllm_cfg"] = {"max_model_len": 64}
+data = BatchedDataDict({"input_ids": torch.tensor([[1, 2, 3]]), "input_lengths": torch.tensor([3])})
+
+# Turn 1
+prefill_T1 = [11, 12, 13, 40, 41]
+model_prefix_token_ids = prefill_T1 + [220, 17, 2]
+# Turn 2
+template_prefix_token_ids = [11, 12, 13, 40, 41, 1001, 2]
+template_token_ids = [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41]
+tokenizer = SimpleNamespace(eos_token_id=2)
+
+
+async def use():
+    worker = VllmAsyncGenerationWorker(config, bundle_indices=None, fraction_of_gpus=1.0, seed=None)
+    await worker.post_init_async()
+    outputs = [output async for _, output in worker.generate_async(data, greedy=False)]
+    return outputs[0]["errors"] == [""]
+
+
+spliced = replace_prefix_tokens(tokenizer, model_prefix_token_ids, template_prefix_token_ids, template_token_ids)
+print(asyncio.run(use()) and spliced == [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41])
+"""
+PAGES = {"nemo rl": NEMO_RL, "nemo rl, async": NEMO_RL_ASYNC, "torchrl": TORCHRL}
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("text", [NEMO_RL, TORCHRL], ids=["nemo rl", "torchrl"])
+@pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
 def test_a_page_is_a_program_that_ends_without_a_word(text: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
-    script.write_text(text.replace("MODEL", repr(str(tiny_model()))))
+    model = str(tiny_model())
+    script.write_text(text.replace("MODEL", repr(model)))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     program = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
