@@ -80,7 +80,8 @@ class ShardingManager:
     def endpoints(self) -> list[dict[str, list[str]]]:
         """Return for each engine group the addresses and secrets of its ranks, by device. Collective."""
         mine = {"device_id": self._device_id, "endpoint": self._channel.endpoint, "secret": self._channel.secret}
-        ranks, size = exchange(mine), self._group_size
+        ranks = exchange(mine)
+        size = self._group_size
         groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         return [{r["device_id"]: [r["endpoint"], r["secret"]] for r in group} for group in groups]
 
@@ -118,24 +119,30 @@ class ShardingManager:
         self.sleep()
 
     def wake(self, policy: VersionedPolicy, *tenants: Tenant) -> None:
-        """Map the weights, bring them to `policy.version`, verify them, and then map the KV cache, in this order.
-        The trainer makes room first, and the policy's own weights go once the engine has them.
-        """
+        """Map the weights, bring them to `policy.version`, verify them, and then map the KV cache, in this order."""
         self.report = SyncReport(policy.version)
         self._tenants = [policy, *tenants]
+
+        # Make room for the engine's weights. The policy's own stay, since they are about to be sent.
         self._make_room(policy, weights=False)
         self._make_room(*tenants, weights=True)
         with self._timed("wake"):
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
+
+        # Bring the weights, and verify them by digests and loaders; else draw a probe while the policy can score it.
         with self._timed("sync"):
             self._sync()
         probe = None
-        if self._update.verification.undecided:  # vLLM re-processes the weights
+        if self._update.verification.undecided:
             with self._timed("verify"):
-                probe = self._update.probe(policy)  # needs the policy's weights on the device
+                probe = self._update.probe(policy)
+
+        # Make room for the KV cache: the engine has the policy's weights now.
         self._make_room(policy, weights=True)
         with self._timed("wake"):
             self._lead("waking the KV cache", lambda engine: engine.wake(["kv_cache"]))
+
+        # The probe needs a KV cache.
         if probe is not None:
             with self._timed("verify"), agreed("probing the engine"):
                 if self._leader is not None:
@@ -213,7 +220,9 @@ class ShardingManager:
         Raises RemoteError: on all ranks, naming the worker and the weight. The engines hold no version until the next
         complete update.
         """
-        self.report, running, kind = SyncReport(version), futures(calls), ""
+        self.report = SyncReport(version)
+        running = futures(calls)
+        kind = ""
         waiting_for = f"word from the worker on {self._device_id} that it takes weights"
         with agreed("starting the update"):
             while kind != "ready":  # before it there may be the end of an update that broke off
@@ -233,7 +242,8 @@ class ShardingManager:
         running = calls or []
         with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait
             if self._leader is not None and calls is None:
-                engine, method = self._leader.engine, "update_weights_via_ipc_zmq"
+                engine = self._leader.engine
+                method = "update_weights_via_ipc_zmq"
                 update = engine.receive(method, self._session, self._timeout, version=self.report.version)
                 running = [self._leader.thread.submit(update)]
         link = Link(self._channel, self._session, self._timeout, lambda: _raise_if_dead(running), self._device_id)

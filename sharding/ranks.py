@@ -102,9 +102,11 @@ def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks
 
     Raises RuntimeError where a connection breaks, also on ranks that do not use that one: the others report it.
     """
-    me, steps = rank(among), world_size(among).bit_length() - 1
+    me = rank(among)
+    steps = world_size(among).bit_length() - 1
     pairs = world_size(among) - (1 << steps)
-    paired, speaks = me < 2 * pairs, me >= 2 * pairs or me % 2 == 0
+    paired = me < 2 * pairs
+    speaks = me >= 2 * pairs or me % 2 == 0
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(["", value]))  # which connection broke, and the result so far
 
     def join(peer: int) -> list[Any]:
@@ -166,7 +168,8 @@ def all_to_all_bytes(payloads: list[bytes], among: Ranks = CREW) -> list[bytes]:
     size = world_size(among)
     if size == 1:
         return payloads
-    sizes, coming = torch.tensor([len(payload) for payload in payloads]), torch.empty(size, dtype=torch.int64)
+    sizes = torch.tensor([len(payload) for payload in payloads])
+    coming = torch.empty(size, dtype=torch.int64)
     _all_to_all(coming, sizes, [1] * size, [1] * size, among)
     joined = bytearray().join(payloads)
     outgoing = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)

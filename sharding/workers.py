@@ -56,7 +56,8 @@ class Link:
         try:
             self._channel.send(kind, session=self._session, **fields)
         except SyncError as error:
-            self.error, self.lost = SyncError(f"the worker on {self.worker} cannot be reached: {error}"), True
+            self.error = SyncError(f"the worker on {self.worker} cannot be reached: {error}")
+            self.lost = True
             try:
                 self._still_alive()
             except Exception as cause:  # the engine's own end, where that is known
@@ -71,7 +72,8 @@ class Link:
         try:
             answer = self._receive(self._timeout, self._still_alive)
         except Exception as error:
-            self.error, self.lost = error, True
+            self.error = error
+            self.lost = True
             return {}
         self.unanswered -= 1
         if answer["kind"] == "failed":

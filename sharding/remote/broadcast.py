@@ -239,7 +239,8 @@ class CollectiveSender:
         self.ip, self.port = self._broadcast.ip, self._broadcast.port
         self.world_size = self._broadcast.world_size
         self.train_world_size = TRAIN_WORLD_SIZE
-        store, numbers = self._broadcast.store, range(TRAIN_WORLD_SIZE, self.world_size)
+        store = self._broadcast.store
+        numbers = range(TRAIN_WORLD_SIZE, self.world_size)
         self._channels = {} if store is None else {n: StoreChannel(store, f"to/{n}", f"from/{n}") for n in numbers}
 
     def __enter__(self) -> Self:
@@ -269,7 +270,9 @@ class CollectiveSender:
         Raises RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong, the next `send`
         repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
         """
-        report, start, running = SyncReport(version), time.perf_counter(), futures(calls)
+        report = SyncReport(version)
+        start = time.perf_counter()
+        running = futures(calls)
         self.session += 1
         links = [
             Link(channel, self.session, self._timeout, lambda: raise_if_failed(running), f"weights rank {number}")

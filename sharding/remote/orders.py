@@ -139,7 +139,8 @@ class RemoteEngines:
             self._sender.close()
             session = self._sender.session
         far, _, port = members[0]["reached_from"].rpartition(":")
-        host, workers = own_address(far, int(port)) if far else self._host, sum(member["workers"] for member in members)
+        host = own_address(far, int(port)) if far else self._host
+        workers = sum(member["workers"] for member in members)
         sender = self._sender = self._new_sender(workers=workers, host=host, session=session)
         self._tell("group", place=[sender.ip, sender.port, sender.world_size])
         joining = self._calls()
@@ -169,7 +170,8 @@ class RemoteEngines:
 
     def sleep(self) -> None:
         """End the shift. Engines on other devices stay awake."""
-        then, self.then = self.then, None
+        then = self.then
+        self.then = None
         if then is not None:
             then()
 
@@ -211,7 +213,8 @@ class Trainers:
         """Receive one update, before which new workers join a group. Return False if it has to
         begin again with other replicas.
         """
-        method, timeout = "update_weights_from_collective", self._timeout
+        method = "update_weights_from_collective"
+        timeout = self._timeout
         with self._telling("members") as members:
             members |= self._members()
         try:
@@ -234,7 +237,8 @@ class Trainers:
         there are, whether its engines are `replaceable`, and `reached_from`, an address that all of them can reach.
         """
         if self._replicas is None or self._leader is None:
-            joined, self._joined = not self._joined, True
+            joined = not self._joined
+            self._joined = True
             return {"joined": joined, "workers": 1, "replaceable": False, "reached_from": ""}
         joined = self._leader.thread.submit(self._replicas.join()).result()
         workers = len(self._replicas.members) * self._replicas.settings.tensor_parallel_size

@@ -40,13 +40,16 @@ class Slot:
         Of [8, 64] float32 from two shards of 1024 bytes, the part with `start` 512 and 1024 bytes holds elements 128
         to 255 and 384 to 511.
         """
-        shard, length = self.parameter.nbytes // self.parameter.shards, self.nbytes // self.parameter.shards
+        shard = self.parameter.nbytes // self.parameter.shards
+        length = self.nbytes // self.parameter.shards
         for number in range(self.parameter.shards):
-            begin, offset = number * shard + self.start, self.offset + number * length
+            begin = number * shard + self.start
+            offset = self.offset + number * length
             for piece in self.parameter.pieces:
                 first, last = max(begin, piece.offset), min(begin + length, piece.offset + piece.nbytes)
                 if first < last:
-                    at, count = (first - piece.offset) // piece.itemsize, (last - first) // piece.itemsize
+                    at = (first - piece.offset) // piece.itemsize
+                    count = (last - first) // piece.itemsize
                     yield Stretch(piece.name, piece.dtype, at, count, offset + first - begin)
 
 
@@ -95,7 +98,8 @@ class BucketPlan:
             size = math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
             if slots and end + size > bucket_bytes:
                 self.buckets.append(Bucket(tuple(slots), end))
-                slots, end = [], 0
+                slots = []
+                end = 0
             slots.append(Slot(parameter, end, nbytes, start))
             end += size
         if slots:

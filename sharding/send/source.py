@@ -102,7 +102,8 @@ class FsdpWeightSource:
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
 
     def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
-        dtype, size = str(self._dtype_of(name)).removeprefix("torch."), self._dtype_of(name).itemsize
+        dtype = str(self._dtype_of(name)).removeprefix("torch.")
+        size = self._dtype_of(name).itemsize
         shape = whole_shape(tensor)
         pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
         if sum(math.prod(p.shape) for p in pieces) != shape.numel():
@@ -310,7 +311,8 @@ def unsharded(tensor: DTensor) -> torch.Tensor:
     if (group := shard_group(tensor)) is None:
         whole: torch.Tensor = on_device.full_tensor()
         return whole
-    part, ranks = on_device.to_local().reshape(-1), dist.get_world_size(group)
+    part = on_device.to_local().reshape(-1)
+    ranks = dist.get_world_size(group)
     values = part.new_empty(ranks * (largest := _largest_shard(tensor, ranks)))
     padded = part if part.numel() == largest else torch.nn.functional.pad(part, (0, largest - part.numel()))
     all_gather(values, padded, group=group)
@@ -336,7 +338,8 @@ def shard_group(tensor: Any) -> dist.ProcessGroup | None:
         return group if dist.get_world_size(group) > 1 else None
     if not isinstance(tensor, DTensor) or tensor.dim() == 0 or tensor.shape[0] == 0:
         return None
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     cut = [i for i, one in enumerate(placements) if not isinstance(one, Replicate) and mesh.size(i) > 1]
     if [placements[i] for i in cut] == [Shard(0)]:
         return mesh.get_group(cut[0])
@@ -429,7 +432,8 @@ class MergingWeightSource(FsdpWeightSource):
 
 def gathered(tensor: Any) -> torch.Tensor:
     """Return all of a small parameter on every rank, in its own dtype. Collective."""
-    shape, group = whole_shape(tensor), shard_group(tensor)
+    shape = whole_shape(tensor)
+    group = shard_group(tensor)
     if group is None or isinstance(tensor, DTensor):
         return _whole(tensor).detach().view(shape)
     part = partition(tensor)

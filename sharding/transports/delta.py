@@ -115,76 +115,79 @@ class Delta(Transport):
 class LastSent:
     """The weights as they were last sent. All ranks have one, and rank 0 alone fills it.
 
+    Buckets that are sent outside of `begin` and `commit` are neither patched nor recorded.
+
     Attributes:
         spared: bytes that patches have saved in this update; 0: everything was sent.
         unpatched: a sentence about the weights that always travel whole, "" if they are less than 1 % of the bytes.
-
-    What is sent outside of `begin` and `commit` is neither patched nor kept.
     """
 
     def __init__(self, reason: str = "") -> None:
         """`reason`: why there is nothing to patch, where workers have been sent weights before."""
         self.spared = 0
         self.unpatched = ""
-        self._whole: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        self._bytes: dict[str, Tensor] = {}
-        self._known: set[str] = set()
+        self._unrecorded: set[str] = set()  # weights that some worker cannot read back
+        self._sizes: dict[str, int] = {}  # bytes of the weights to record in this update
+        self._bytes: dict[str, Tensor] = {}  # the weights themselves
+        self._current: set[str] = set()  # those that all workers hold
         self._reason = reason
 
     def begin(self, parameters: list[SourceParameter], unrecorded: set[str] | None) -> None:
-        """Prepare for an update. `unrecorded`: weights that some worker cannot read back; None: all
-        of them.
-        """
+        """Prepare for an update. `unrecorded`: weights that some worker cannot read back; None: all of them."""
         if unrecorded is None:
             self.forget("a worker has no record yet of where its weights go")
+        else:
+            self._unrecorded = unrecorded
         self.spared = 0
-        self._whole = self._whole if unrecorded is None else unrecorded
         sizes = {piece.name: piece.nbytes for parameter in parameters for piece in parameter.pieces}
-        self._sizes = {name: nbytes for name, nbytes in sizes.items() if name not in self._whole}
+        self._sizes = {name: nbytes for name, nbytes in sizes.items() if name not in self._unrecorded}
         percent = round(100 - 100 * sum(self._sizes.values()) / max(sum(sizes.values()), 1))
-        whole = first_names(sorted(sizes.keys() - self._sizes.keys()))
-        self.unpatched = f"{percent} % of the bytes cannot be patched, since engines re-process {whole}" * (percent > 0)
-        self._bytes = {name: kept for name, kept in self._bytes.items() if self._sizes.get(name) == kept.nbytes}
-        self._known &= self._bytes.keys()
+        self.unpatched = ""
+        if percent > 0:
+            names = first_names(sorted(sizes.keys() - self._sizes.keys()))
+            self.unpatched = f"{percent} % of the bytes cannot be patched, since engines re-process {names}"
+        self._bytes = {name: memory for name, memory in self._bytes.items() if self._sizes.get(name) == memory.nbytes}
+        self._current &= self._bytes.keys()
 
     def replace(self, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
-        """Note a bucket, uint8 [nbytes], and return the patch that leads to it; None: it has to be
-        sent whole.
+        """Record a bucket, uint8 [nbytes], and return the patch that leads to it; None: it has to be sent whole.
 
         `fields` are those of its message.
         """
-        pieces = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
-        places = [*pieces, *fields["stretches"]]
-        former = bucket.clone() if any(name in self._known for name, *_ in places) else None  # padding does not change
-        for name, dtype, first, count, offset in places:
+        stretches = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
+        stretches += fields["stretches"]
+        former = None  # the bucket's content as workers hold it; padding does not change
+        if any(name in self._current for name, *_ in stretches):
+            former = bucket.clone()
+        for name, dtype, first, count, offset in stretches:
             width = getattr(torch, dtype).itemsize
             memory = bucket[offset:][: count * width]
-            if former is not None and name not in self._known:  # all of it is sent
+            if former is not None and name not in self._current:  # a patch has to change all of it
                 torch.bitwise_not(memory, out=former[offset:][: count * width])
             if name not in self._sizes:
                 continue
             if name not in self._bytes:
                 self._bytes[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
-            kept = self._bytes[name][first * width :][: count * width]
-            if former is not None and name in self._known:
-                former[offset:][: count * width] = kept
-            kept.copy_(memory)
+            record = self._bytes[name][first * width :][: count * width]
+            if former is not None and name in self._current:
+                former[offset:][: count * width] = record
+            record.copy_(memory)
         patch = None if former is None else patch_between(former, bucket)
-        self.spared += 0 if patch is None else bucket.nbytes - patch.nbytes
+        if patch is not None:
+            self.spared += bucket.nbytes - patch.nbytes
         return patch
 
     def commit(self) -> str:
-        """Note that all workers hold the weights sent. Return why all were sent again, or "" if
-        they were not.
-        """
-        self._known, self._sizes = set(self._bytes), {}
-        reason, self._reason = self._reason, ""
+        """Note that all workers hold the weights sent. Return why all were sent again, or "" if they were not."""
+        self._current = set(self._bytes)
+        self._sizes = {}
+        reason = self._reason
+        self._reason = ""
         return reason
 
     def forget(self, reason: str) -> None:
-        """Send everything in the next update. The first `reason` is reported, if there was anything
-        to patch.
-        """
-        self._reason = self._reason or (reason if self._known else "")
-        self._known, self._sizes = set(), {}
+        """Send everything in the next update. The first `reason` is reported, if there was anything to patch."""
+        if self._current:
+            self._reason = self._reason or reason
+        self._current = set()
+        self._sizes = {}

@@ -13,22 +13,27 @@ from sharding.workers import Workers
 def push(
     source: WeightSource, plan: BucketPlan, transport: Transport, workers: Workers, kind: str, stamps: Iterator[int]
 ) -> list[list[dict[str, Any]]]:
-    """Gather each bucket into one buffer while the workers read the other; returns their answers for each bucket.
+    """Gather each bucket into one buffer while the workers read the other, and return their answers for each bucket.
+
     Collective over the trainer's ranks: gathering continues when a worker, or the transport, has failed.
     """
     answers = []
 
     def reuse(buffer: int) -> None:
-        answers.append(workers.collect())  # they are done with what this buffer held
+        answers.append(workers.collect())  # they are done with the buffer's former content
         _note_failure(workers, transport.wait, buffer)
 
     for number, bucket in enumerate(plan.buckets):
-        at, mark = number % BUFFERS, next(stamps)
+        # Gather the bucket into the buffer that the workers have finished with.
+        buffer = number % BUFFERS
+        mark = next(stamps)
         if number >= BUFFERS:
-            reuse(at)
-        gather(source, bucket, transport.buffers[at], mark)
+            reuse(buffer)
+        gather(source, bucket, transport.buffers[buffer], mark)
+
+        # Offer it to them, and go on without waiting for their answers.
         fields: dict[str, Any] = {
-            "buffer": at,
+            "buffer": buffer,
             "nbytes": bucket.nbytes,
             "stamp": mark,
             "pieces": [(p.name, p.dtype, p.shape, p.offset) for p in bucket.pieces()],
@@ -36,13 +41,15 @@ def push(
         }
         where = _note_failure(workers, transport.send, kind, fields, workers.error is not None)
         workers.post(kind, **(fields | (where or {})))
+
+    # Wait for the last answers.
     for number in range(max(len(plan.buckets) - BUFFERS, 0), len(plan.buckets)):
         reuse(number % BUFFERS)
     return answers
 
 
 def _note_failure(workers: Workers, action: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it; an error is noted, since this rank has others to gather with and must not leave them alone."""
+    """Call an action and note its error, since this rank has to go on gathering with the others."""
     try:
         return action(*arguments)
     except Exception as error:

@@ -71,7 +71,8 @@ class ZeroCopy(Staged):
             return
         assert self._call is not None
         shared = self._call("hotbunk_share_weights").result(self._timeout)[0]
-        places, storages = shared["places"], open_memory(shared["handle"], self._device)
+        places = shared["places"]
+        storages = open_memory(shared["handle"], self._device)
         self._sent = [p for p in self._parameters if not all(piece.name in places for piece in p.pieces)]
         shares = [parameter for parameter in self._parameters if parameter not in self._sent]
         self._compute_in({p.name: memory_of(p, places, storages) for p in shares})

@@ -86,7 +86,8 @@ def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         block = (
             _scratch(BLOCK, dtype, block.device, threading.get_ident())[: block.numel()].view(block.shape).copy_(block)
         )
-    raw, nbytes = block.view(-1).view(torch.uint8), block.nbytes
+    raw = block.view(-1).view(torch.uint8)
+    nbytes = block.nbytes
     end = nbytes // _LINE_BYTES * _LINE_BYTES if nbytes > _FEW else 0
     if end:
         yield raw[:end].view(torch.int64).view(-1, _LINE)

@@ -24,7 +24,8 @@ from sharding.wire.channel import Look, SyncError, pack, unpack
 LOOK_SECONDS = 0.2
 """How often a wait looks whether the group was aborted, or the other end is gone."""
 
-_FINEST, _COARSEST = 1e-4, 5e-3  # seconds between two looks
+_FINEST = 1e-4  # seconds between two looks, at first
+_COARSEST = 5e-3  # and after a while
 _ABORTED = "aborted"
 
 
@@ -35,7 +36,8 @@ class GroupError(SyncError):
 def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Look) -> None:
     """Wait `timeout` seconds for something that can only be asked for. Raises TimeoutError: naming `waiting_for`."""
     deadline = time.monotonic() + timeout
-    look, pause = 0.0, _FINEST
+    look = 0.0
+    pause = _FINEST
     while not done():
         now = time.monotonic()
         if now >= look:
@@ -51,8 +53,10 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
     """Return the group's store, served by this process on `host` alone; port 0 is a free one, bound
     here and now.
     """
-    server, longest = socket.create_server((host, port), backlog=1024), timedelta(seconds=timeout)
-    port, fd = server.getsockname()[1], server.detach()
+    server = socket.create_server((host, port), backlog=1024)
+    longest = timedelta(seconds=timeout)
+    port = server.getsockname()[1]
+    fd = server.detach()
     return TCPStore(host, port, is_master=True, timeout=longest, wait_for_workers=False, master_listen_fd=fd)
 
 
@@ -226,7 +230,8 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave. A broadcast that still runs keeps its memory until it fails."""
-        held, self._backend = [self._backend], None
+        held = [self._backend]
+        self._backend = None
 
         def let_go() -> None:  # gloo's destructor waits for running work (torch's ProcessGroupGloo.cpp)
             held[0].abort()

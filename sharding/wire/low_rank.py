@@ -42,7 +42,9 @@ class Factors(NamedTuple):
         end = min(offset + len(values), len(self.b) * width)
         with _one_thread():
             for top in range(offset // width // rows * rows, -(-end // width), rows):
-                first, last, start = max(top * width, offset), min((top + rows) * width, end), top * width
+                first = max(top * width, offset)
+                last = min((top + rows) * width, end)
+                start = top * width
                 if wanted(first, last - first):
                     sums = (self.b[top : top + rows] @ self.a).mul_(self.scale).view(-1)[first - start : last - start]
                     base = torch.empty_like(sums).copy_(values[first - offset : last - offset], non_blocking=True)

@@ -23,7 +23,8 @@ def patch_between(before: Tensor, after: Tensor) -> Tensor | None:
     """Return the patch from one content of a bucket to another, both uint8 [n], n even; None if it
     would not be smaller.
     """
-    words, former = after.view(torch.int16), before.view(torch.int16)
+    words = after.view(torch.int16)
+    former = before.view(torch.int16)
     counts = torch.empty(_blocks(words), dtype=torch.int32, device=after.device)
     for blocks, stretch in _slices(words):
         counts[blocks] = _counts(words[stretch] != former[stretch])

@@ -29,7 +29,8 @@ BUFFERS = 2
 
 STAMP_BYTES = 8
 _ALIGNMENT = 64  # bytes, as torch's own memory on CPU
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MADV_DONTNEED = 4
+_MADV_HUGEPAGE = 14
 _PAGE = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -158,7 +159,8 @@ class SharedMemoryStaging:
     def __init__(self, nbytes: int) -> None:
         """Raises SyncError where the system does not give that much memory."""
         self._file = MemoryFile("hotbunk-staging", [nbytes] * BUFFERS, "staging", "lower sync.bucket_mib")
-        self.buffers, self.handle = self._file.tensors, self._file.handle
+        self.buffers = self._file.tensors
+        self.handle = self._file.handle
 
     def export(self) -> None:
         """Do nothing: whoever knows the descriptor can open the memory."""

@@ -61,7 +61,8 @@ class AdapterLoader:
         """
         for old in self._worker.list_adapters():
             self._worker.remove_adapter(old)
-        watcher, manager = LoadWatcher(), self._worker._adapter_manager
+        watcher = LoadWatcher()
+        manager = self._worker._adapter_manager
         watcher.expect(self._factors)
         with watcher:
             manager.add_adapter(self._adapter())

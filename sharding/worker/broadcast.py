@@ -51,7 +51,8 @@ class Membership:
             raise
 
     def _claim(self, device: torch.device, device_id: str) -> bytes:
-        rank, world_size = self.place.rank, self.place.world_size
+        rank = self.place.rank
+        world_size = self.place.world_size
         group = msgspec.msgpack.decode(self.store.read("group"))
         if group["world_size"] != world_size or not group["train_world_size"] <= rank < world_size:
             raise SyncError(

@@ -57,7 +57,9 @@ def choose_with_biases() -> None:
         left_out = router.scoring_func == "softmax" and router.e_score_correction_bias is not None
         grouped = router.use_grouped_topk or router.custom_routing_function is not None
         if not grouped and (left_out or router.scoring_func == "sigmoid"):
-            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+            router.use_grouped_topk = True
+            router.num_expert_group = 1
+            router.topk_group = 1
 
     CPURouter.__init__ = with_one_group  # type: ignore[method-assign]
 
@@ -130,7 +132,8 @@ def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
     if activation == MoEActivation.SILU:
         gate, up = gates.chunk(2, dim=-1)
         return silu(gate) * up
-    gate, up = gates[:, ::2].clamp(max=7.0), gates[:, 1::2].clamp(-7.0, 7.0)
+    gate = gates[:, ::2].clamp(max=7.0)
+    up = gates[:, 1::2].clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
 
 
@@ -147,7 +150,8 @@ class RouteRecorder:
         if not mixtures or not all(isinstance(mixture.router, BaseRouter) for mixture in mixtures):
             raise ValueError(f"{type(model).__name__} has no routers that tell their choices: set model.routes to own")
         config = runner.model_config
-        layers, self.top_k = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+        layers = config.get_total_num_hidden_layers()
+        self.top_k = config.get_num_experts_per_tok()
         self.dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
         self.format = [layers, self.top_k, np.dtype(self.dtype).name]
         self._layers = layers

@@ -80,7 +80,8 @@ class SharedWeights:
         if device.type == "cuda":
             self.handle = cuda_handle(list(storages.values()))
             return
-        sizes, remedy = [storage.nbytes() for storage in storages.values()], "set sync.way to staged"
+        sizes = [storage.nbytes() for storage in storages.values()]
+        remedy = "set sync.way to staged"
         self._file = MemoryFile("hotbunk-weights", sizes, "the engine's weights", remedy)
         self.handle = self._file.handle
         for old, new in zip(storages.values(), self._file.tensors, strict=True):
@@ -234,7 +235,8 @@ class VllmInternalWorkerExtension:
         Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`. This worker's rank is its rank in the
         engine + `rank_offset`.
         """
-        port, joining = int(master_port), self.hotbunk_joining
+        port = int(master_port)
+        joining = self.hotbunk_joining
         if joining is not None and not joining.done():
             return self._hotbunk_outcome("it is joining a weights group already")
         self.hotbunk_joining = joining = Future()
@@ -275,7 +277,8 @@ class VllmInternalWorkerExtension:
         return {"left": len(left)}
 
     def _hotbunk_begin_by_weight(self) -> WeightLoader:
-        model, config = self.get_model(), self.vllm_config  # type: ignore[attr-defined]
+        model = self.get_model()  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
         loader = WeightLoader(model, config, reprocessed_modules(model, _PLAIN_ON_CPU), self.hotbunk_recording)
         loader.begin(self.hotbunk_promised or self.hotbunk_weights or own_checkpoint(config.model_config))
         return loader
@@ -333,7 +336,8 @@ class VllmInternalWorkerExtension:
         return self._hotbunk_outcome(**asdict(outcome))
 
     def _hotbunk_leave(self) -> None:
-        membership, self.hotbunk_membership = self.hotbunk_membership, None
+        membership = self.hotbunk_membership
+        self.hotbunk_membership = None
         if membership is not None:
             membership.leave()
 

@@ -180,7 +180,8 @@ class Arrivals:
             if name not in self._expected:
                 raise SyncError(f"a part of a weight arrived that was not announced: {name}")
             shape, dtype = self._expected[name]
-            last, elements = first + values.numel(), math.prod(shape)
+            last = first + values.numel()
+            elements = math.prod(shape)
             if not 0 <= first < last <= elements or not (cast or str(values.dtype) == f"torch.{dtype}"):
                 was = f"{elements} of torch.{dtype} were announced"
                 raise SyncError(f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}")
@@ -206,7 +207,8 @@ class Arrivals:
         """
         complaints = []
         for name, places in self._parts.items():
-            arrived, elements = sum(last - first for first, last in places), math.prod(self._expected[name][0])
+            arrived = sum(last - first for first, last in places)
+            elements = math.prod(self._expected[name][0])
             if arrived < elements:
                 complaints.append(f"only {arrived} of {elements} elements of {name} were sent")
         if lost := self.missing():
@@ -358,7 +360,8 @@ class WeightLoader:
             self._run_loaders([pair for pair in weights if pair[0] not in changed])
         finally:
             self._watcher.comparing = False
-        different, self._watcher.different = self._watcher.different, set()
+        different = self._watcher.different
+        self._watcher.different = set()
         return sorted(different | self._compare_changed([pair for pair in weights if pair[0] in changed]))
 
     def _compare_changed(self, weights: NamedTensors) -> set[str]:
@@ -403,7 +406,8 @@ class WeightLoader:
         elif self.recording is not None:
             self.recording.check(complete=self._config.parallel_config.tensor_parallel_size == 1)
         self._leave_out(self.arrivals.unread(self._watcher.read))
-        elsewhere, written = self._reload.parameters(), self._watcher.written
+        elsewhere = self._reload.parameters()
+        written = self._watcher.written
         untouched = [
             name
             for name, parameter in self._model.named_parameters()

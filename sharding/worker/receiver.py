@@ -138,12 +138,14 @@ class Receiver:
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
         check_manifest(self.weights, self._promised, engine_dtypes(self._worker))
-        self._loader, self.outcome.nbytes = self._new_loader(self._loader.recording), 0
+        self._loader = self._new_loader(self._loader.recording)
+        self.outcome.nbytes = 0
         if (adapter := message.get("adapter")) is not None:
             self.outcome.adapter = adapter["number"]
             self._loader = AdapterLoader(self._worker.model_runner, adapter["number"], adapter["config"])
         self._loader.begin(self.weights, message.get("replay", True))
-        self.outcome.version, self.outcome.tensors = message["version"], len(self.weights)
+        self.outcome.version = message["version"]
+        self.outcome.tensors = len(self.weights)
         self._verify = message.get("verify") or {"weights": []}
         recording = self._loader.recording
         if recording is not None and recording.complete:
@@ -240,7 +242,8 @@ class StagedBuckets:
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
         if message["handle"] != self._handle:
             self.close()
-            self._buffers, self._handle = open_memory(message["handle"], self._device), message["handle"]
+            self._buffers = open_memory(message["handle"], self._device)
+            self._handle = message["handle"]
             self.opened += 1
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
@@ -248,7 +251,8 @@ class StagedBuckets:
         """Release the trainer's memory, if it is open."""
         if self._handle is None:
             return
-        self._handle, self._buffers = None, []
+        self._handle = None
+        self._buffers = []
         self.closed += 1
         gc.collect()
         if self._device.type == "cuda":

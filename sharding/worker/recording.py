@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding.wire.manifest import Manifest, NamedTensors, Part, View
 
-CHANGED, CASTS = "its loader changes it after copying", "its loader casts it"
+CHANGED = "its loader changes it after copying"
+CASTS = "its loader casts it"
 """Reasons why a weight cannot be replayed, and is sent by itself where all others are shared."""
 
 
@@ -160,7 +161,8 @@ class Recording:
         copies = sorted(self.copies[name], key=lambda copy: copy.offset) if self.replayable(name) else []
         if not copies:
             return None
-        first, read = copies[0].target, 0
+        first = copies[0].target
+        read = 0
         for copy in copies:
             target = copy.target
             place = storage_key(target), target.storage_offset() - read
@@ -173,7 +175,8 @@ class Recording:
     def leave_out(self, names: list[str]) -> list[str]:
         """Note that the model takes nothing of these weights; returns all that it takes nothing of."""
         for name in names:
-            self.copies[name], self.sealed[name] = [], []
+            self.copies[name] = []
+            self.sealed[name] = []
         return [name for name, copies in self.copies.items() if not copies]
 
     def targets(self, name: str) -> list[Tensor]:

@@ -46,7 +46,8 @@ def locked_slot(
     Returns what `choose` gave and a descriptor of its `slot`, opened with these flags and locked to read or to write.
     Raises TimeoutError: when others hold it for `timeout` seconds.
     """
-    deadline, reads = time.monotonic() + timeout, flags == os.O_RDONLY
+    deadline = time.monotonic() + timeout
+    reads = flags == os.O_RDONLY
     while True:
         chosen = choose()
         path = folder / chosen["slot"]
@@ -109,7 +110,9 @@ class StorageBuckets:
         self._expected = 0
 
     def expect(self, message: dict[str, Any]) -> None:
-        at, self._expected = self._expected % self.held, self._expected + 1
+        """Begin to read a bucket, in a thread, into the next free buffer."""
+        at = self._expected % self.held
+        self._expected = self._expected + 1
         if self._buffers[at].nbytes < message["nbytes"]:
             self._buffers[at] = torch.empty(message["nbytes"], dtype=torch.uint8)
         self._reading.append(self._disk.submit(_read, message, self._buffers[at][: message["nbytes"]]))
@@ -140,7 +143,9 @@ class StorageBuckets:
 
 
 def _read(message: dict[str, Any], memory: torch.Tensor) -> torch.Tensor:
-    bucket, data, done = f"bucket {message['number']}", memory.numpy().data, 0
+    bucket = f"bucket {message['number']}"
+    data = memory.numpy().data
+    done = 0
     with open(message["path"], "rb", buffering=0) as file:
         file.seek(message["offset"])
         while done < len(data):
