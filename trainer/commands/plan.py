@@ -112,6 +112,10 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     generating = generating_ranks(config)
     apart = f", of which {generating} only generate" if generating else ""
     yield "ranks", f"{ranks}, on {resolve_device(config)}{apart}"
+    machine = local_ranks(os.environ, training)
+    if config.policy.backend == "fsdp" and config.policy.shard_size is None and training > machine:
+        advice = f"policy.shard_size: {machine} gathers them inside a machine, and needs more memory"
+        yield "shards", f"weights are gathered from {math.ceil(training / machine)} machines; {advice}"
     yield "engines", f"{engines} of {config.engine.tensor_parallel_size} rank(s)"
     yield "answers a step", f"{batch.prompts_per_step} prompts x {algorithm.group_size} = {answers}"
     if config.rollout.slice_tokens is not None:

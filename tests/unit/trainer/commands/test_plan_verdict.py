@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
+from trainer.commands.plan import batch_lines
 from trainer.estimates.host_memory import host_part
 from trainer.estimates.memory import GIB, engine_parts, over_budget, staging_bytes, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
@@ -60,6 +61,17 @@ def test_what_stays_of_a_sleeping_engine_is_counted(
     part = {part.name: part for part in engine_parts(config, sizes, 2, 80.0)}["engine: CUDA, graphs, NCCL"]
     assert (part.starting, part.generating, part.training) == (awake * GIB, awake * GIB, asleep * GIB)
     assert host_part(config, sizes, 2).training == on_host * GIB
+
+
+@pytest.mark.parametrize(("local_ranks", "shard_size", "said"), [(2, None, True), (2, 2, False), (4, None, False)])
+def test_a_plan_says_that_shards_are_gathered_from_several_machines(
+    tiny_qwen2: Path, local_ranks: int, shard_size: int | None, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    config = recipe(tiny_qwen2, policy={"shard_size": shard_size})
+    lines = dict(batch_lines(config, 4))
+    assert ("shards" in lines) is said
+    assert not said or lines["shards"].startswith("weights are gathered from 2 machines; policy.shard_size: 2")
 
 
 def test_remedies_act_on_the_largest_parts_and_are_not_set_yet(tiny_qwen2: Path) -> None:
