@@ -67,6 +67,7 @@ def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy,
         trainer.rewards.weights,
         critic if algorithm.advantage_record.takes("values") else None,
     )  # fmt: skip
+    trainer.source._config = config
     rows: list[dict[str, float]] = []
     trainer.log = lambda step, metrics: rows.append(metrics)  # type: ignore[method-assign]
     before, critic_before = weights(trainer.policy), weights(critic)
