@@ -88,7 +88,8 @@ def two_ranks(models: str, results: str) -> None:
         adapters = {name: LowRank(added[f"A of {name}"], added[f"B of {name}"], 0.5) for name in adapted}
         source = MergingWeightSource(list(weights.items()), adapters, dtype)
         sync = SimpleNamespace(way="pull", timeout_s=20)
-        way = sync_way(SimpleNamespace(sync=sync), policy, source)  # type: ignore[arg-type]
+        run = SimpleNamespace(folder=Path(results).parent)
+        way = sync_way(SimpleNamespace(sync=sync, run=run), policy, source)  # type: ignore[arg-type]
         model = SmallModel(rank() % ranks, ranks, dtype)
         both = InProcess(source, model, Path(tempfile.mkdtemp()), way=way)
         both.tensors, both.optimizer = tensors, policy.optimizer  # type: ignore[attr-defined]

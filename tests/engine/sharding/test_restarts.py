@@ -181,6 +181,6 @@ def test_no_trajectory_in_a_tool_is_lost_or_doubled_when_its_engine_dies(
     assert desks.inside == desks.opened == desks.closed == 64
     desks.kill = None
     restart(both)
-    pool.take_back()
+    pool.take_back(step=1)
     with both.manager.generation_shift(both.policy):
         assert desks.rolled_out(pool, prompts, settings) == expected
