@@ -1,6 +1,6 @@
-"""How it is known, after an update, that the workers hold the weights that the ranks have.
+"""Prove, after an update, that the workers hold the weights that the ranks have.
 
-Three ways, tried in this order:
+There are three proofs, tried in this order:
 
 1. Digests, for weights that workers copy by their record, without a second send: every rank digests its own shards,
    straight from the policy's parameters, and the ranks' parts are added up. So nothing in between is trusted: not the
